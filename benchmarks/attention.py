@@ -26,7 +26,7 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One setting, in megatron-core's terms; all are causal self-attention."""
+    """A benchmark setting, in megatron-core's terms; all settings are causal self-attention."""
 
     name: str
     length: int
@@ -56,7 +56,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="measure cases whose name contains this; write nothing")
+    parser.add_argument(
+        "--only", default="", help="measure only cases whose name contains this text, and write no file"
+    )
     arguments = parser.parse_args()
     import torch
 
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def variants(case: Case, dtype: str) -> dict[str, Callable]:
-    """Return the variants: this project, megatron-core, and torch's own call, with a mask where needed."""
+    """Return the variants: this project, megatron-core, and torch's own call, with a mask if required."""
     import torch
     from megatron.core.transformer import dot_product_attention as ours
     from torch.nn import functional
@@ -130,7 +132,7 @@ def core_attention(module: ModuleType, case: Case, dtype: str) -> Callable:
 
 
 def visible(case: Case):
-    """Return a mask ``[s, s]``, True where a query attends to a key."""
+    """Return a mask ``[s, s]``, which is True where a query attends to a key."""
     import torch
 
     position = torch.arange(case.length)
@@ -140,7 +142,7 @@ def visible(case: Case):
 
 
 def document_mask(case: Case):
-    """Return the mask ``[1, 1, s, s]`` of Megatron's dataset with --reset-attention-mask; else None."""
+    """Return the mask ``[1, 1, s, s]`` of Megatron's dataset with --reset-attention-mask, or None."""
     return None if case.documents == 1 else ~visible(case)[None, None]
 
 

@@ -52,7 +52,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--megatron", type=Path, required=True, help="where its megatron/ lies")
+    parser.add_argument("--megatron", type=Path, required=True, help="folder that contains megatron/")
     parser.add_argument("--datasets", type=int, nargs="+", default=[10, 100, 300])
     parser.add_argument("--samples", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
@@ -95,7 +95,7 @@ def _measure(upstream: ModuleType, count: int, arguments: argparse.Namespace) ->
     for name, ours in found.items():
         for left, right in zip(ours, found["upstream"], strict=True):
             if not np.array_equal(left, right[: len(left)]):
-                sys.exit(f"{name} gives other indices than upstream's extension")
+                sys.exit(f"{name} returns indices that differ from those of upstream's extension")
     return _row(count, best)
 
 
@@ -111,7 +111,7 @@ def _ways(upstream: ModuleType, samples: int) -> Ways:
             call(core_dataset_helpers)(index, sample, weights)
 
     if compiled_dataset_indices.library() is None:
-        sys.exit("no g++ here: there is nothing to compare")
+        sys.exit("there is no g++ on this machine, so there is nothing to compare")
     few = max(1, samples // _PYTHONS_SHARE)
     return {
         "upstream": (call(upstream), samples),

@@ -63,8 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cold", action="store_true", help="from the disk")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of /tmp)")
+    parser.add_argument("--cold", action="store_true", help="read from the disk, without the page cache")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure (default: the disk of /tmp)"
+    )
     parser.add_argument("--json", type=Path, default=report.RESULTS / "checkpoint_load.json")
     given = parser.parse_args()
     torch.set_num_threads(1)

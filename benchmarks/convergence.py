@@ -88,12 +88,20 @@ FRESH = ("gpt: zero-2",)  # Megatron's FSDP reads its own checkpoints alone; the
 def main(argv: Sequence[str] | None = None) -> None:
     """Train everything; the JSON file is written after each training run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor by which the number of steps is multiplied"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--at-once", type=int, default=2, help="rows that are trained at the same time")
-    parser.add_argument("--go-on", action="store_true", help="keep what the file has of an earlier call")
-    parser.add_argument("--json", type=Path, help="a file instead of benchmarks/results/convergence/cpu.json")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="number of rows that are trained at the same time"
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="keep the rows that an earlier call wrote to the file"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write to this file instead of benchmarks/results/convergence/cpu.json"
+    )
     args = parser.parse_args(argv)
     kept = {"MEGATRON_NPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {**kept, "TOKENIZERS_PARALLELISM": "false"}
@@ -126,7 +134,7 @@ def earlier(path: Path, only: Sequence[str]) -> dict[str, dict[str, Any]]:
     content = json.loads(path.read_text())
     if content["pages"] != digest() and any(row.startswith("gpt") for row in only):
         raise SystemExit(
-            f"{path}: the pages have changed since. Train all rows of gpt again, without --go-on"
+            f"{path}: the pages have changed since that run. Train all rows of gpt again, without --go-on"
         )
     return dict(content["rows"])
 
@@ -241,7 +249,7 @@ def write_bert(here: Path, seed: int) -> None:
 
 
 def row(drawn: random.Random) -> dict[str, Any]:
-    """Return twelve words in two sentences, and a sometimes wrong label: whether more are good than bad."""
+    """Return twelve words in two sentences and a label, sometimes wrong: whether most words are good."""
     opinions = [drawn.choice(WORDS[:2]) for _ in range(5)]
     kinds = [*opinions, *["plain"] * 7]
     drawn.shuffle(kinds)
@@ -289,7 +297,7 @@ def _words(kind: str, here: Path, seed: int) -> list[str]:
 
 
 def train(name: str, seed: int, steps: dict[str, int], folder: Path) -> None:
-    """Run the command line of a row with a seed to its end; only its log is kept."""
+    """Run the command line of a row with a seed to its end, keeping only its log."""
     kind = name.split(":")[0]
     count = steps[kind]
     here, mine = folder / f"{kind}-{seed}", _place(name, seed, folder)

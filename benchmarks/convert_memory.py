@@ -63,7 +63,11 @@ def main() -> None:
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
     parser.add_argument("--output", type=Path, default=report.RESULTS / "convert-memory.json")
-    parser.add_argument("--before", type=Path, help="results of an earlier version, to be kept beside these")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        help="results of an earlier version, which are stored together with the new ones",
+    )
     arguments = parser.parse_args()
     runs = [run for model in arguments.models for dtype in arguments.dtypes for run in measured(model, dtype)]
     versions = {name: importlib.metadata.version(name) for name in ("megatron-core", "transformers")}
@@ -97,7 +101,7 @@ def measured(model: str, dtype: str) -> list[dict[str, object]]:
 
 
 def in_child(function, *words: object) -> None:
-    """Call a function of this file in a separate process, which returns its memory when it ends."""
+    """Call a function of this file in a separate process, which releases its memory when it ends."""
     code = f"import convert_memory as here; here.{function.__name__}(*{[str(word) for word in words]!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE, env=environment())
 
@@ -135,7 +139,7 @@ def converted(*words: str) -> tuple[int, int, float]:
 
 
 def sample(pid: int, largest: list[int], stop: threading.Event) -> None:
-    """Record the largest total memory of a process and its descendants, until stopped."""
+    """Record the peak total memory of a process and its descendants until stopped."""
     while not stop.wait(PERIOD):
         largest[0] = max(largest[0], sum(map(share, descendants(pid))))
 

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--output", type=Path, help="a file instead of benchmarks/results/…")
+    parser.add_argument("--output", type=Path, help="write to this file instead of benchmarks/results/…")
     arguments = parser.parse_args()
     SIZES.update(MODELS[arguments.model])
     tree = Path(os.environ["MEGATRON_LM_PATH"])

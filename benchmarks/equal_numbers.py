@@ -53,13 +53,13 @@ PP2_VP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 
 
 class Layout(NamedTuple):
-    """How a run is distributed.
+    """The way in which a run is distributed.
 
     Attributes:
         processes: number of processes.
         flags: the trainer's flags; 285068c8's script has the same ones, as far as it has them.
         against: the layout with which it is compared, with the same version, device and dtype.
-        in_stock: whether 285068c8 supports it.
+        in_stock: whether 285068c8 supports the layout.
     """
 
     processes: int
@@ -91,7 +91,7 @@ DTYPES = {"fp32": "", "bf16": "--bf16"}
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run has logged for its iterations, or a one-line reason why it cannot run."""
+    """The values that a run has logged for its iterations, or a one-line reason why it cannot run."""
 
     losses: list[float]
     norms: list[float]
@@ -99,7 +99,7 @@ class Curve:
 
 
 class Group(NamedTuple):
-    """The runs that share a start of processes: version, device and dtype."""
+    """The runs that are started together because they share version, device and dtype."""
 
     version: str
     device: str
@@ -145,8 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", nargs="+", choices=["cpu", "npu"], default=["cpu", "npu"])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="NAME")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing new after so many")
-    parser.add_argument("--again", action="store_true", help="what is noted already, too")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="start no new run after this number of minutes"
+    )
+    parser.add_argument("--again", action="store_true", help="also measure again what is already recorded")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     return parser
 

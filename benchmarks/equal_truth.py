@@ -61,7 +61,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, and what is recorded of it.
+    """A training run and the values that are recorded for it.
 
     Attributes:
         flags: flags besides those of the model.
@@ -118,8 +118,10 @@ class Kept:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many seeds, 0 to 8")
-    parser.add_argument("--run", nargs="+", choices=RUNS, help="only these, beside what is noted already")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="number of seeds, from 0 to 8")
+    parser.add_argument(
+        "--run", nargs="+", choices=RUNS, help="run only these, and keep what is already recorded"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -61,12 +61,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=MODELS, default="gpt2-124m")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens that are added to each")
+    parser.add_argument("--prompt", type=int, default=64, help="number of tokens in each prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="number of tokens to generate for each prompt"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--variant", choices=VARIANTS, help="serve this one")
-    parser.add_argument("--folder", type=Path, help="where the models are")
+    parser.add_argument("--variant", choices=VARIANTS, help="serve this variant")
+    parser.add_argument("--folder", type=Path, help="folder that contains the models")
     return parser.parse_args()
 
 
@@ -165,7 +167,7 @@ class _Child:
 
 
 def _serve(draw: Draw, clock: Callable[[], float]) -> None:
-    """Generate for each line of the input; print tokens and seconds."""
+    """Generate a continuation for each line of the input, and print the tokens and the seconds."""
     import torch
 
     for line in sys.stdin:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Read, encode, write."""
+    """Read the documents, encode them, and write the dataset."""
     parser = argparse.ArgumentParser()
     for flag in ("--input", "--output-prefix", "--vocab-file", "--merge-file", "--tokenizer-type"):
         parser.add_argument(flag)

@@ -53,7 +53,7 @@ BUCKET = 2**22  # elements of DeepSpeed's buckets, whose default of 5e8 is large
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run takes place.
+    """The place in which a run is executed.
 
     Attributes:
         before: the command that starts the script.
@@ -72,7 +72,7 @@ class Place:
         return LAYERS * layer + VOCABULARY // share * HIDDEN + LENGTH * HIDDEN + 2 * HIDDEN
 
     def engine(self) -> bool:
-        """Return whether DeepSpeed's engine trains."""
+        """Return True if DeepSpeed's engine is used for training."""
         return self.ranks > 1
 
 
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("where", nargs="+", choices=PLACES)
     parser.add_argument("--iterations", type=int, default=3)
-    parser.add_argument("--save", type=Path, help="a folder for the last checkpoint of the run")
+    parser.add_argument("--save", type=Path, help="folder in which to save the last checkpoint of the run")
     arguments = parser.parse_args()
     tree = Path(os.environ["MEGATRON_LM_PATH"]).resolve()
     for where in arguments.where:

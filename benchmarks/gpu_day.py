@@ -59,7 +59,7 @@ _MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-lengt
 
 @dataclass(frozen=True)
 class Day:
-    """How the pieces run.
+    """Settings that determine how the pieces are run.
 
     Attributes:
         rehearsal: whether they run on the CPU with small sizes.
@@ -73,7 +73,7 @@ class Day:
 
     @property
     def device(self) -> str:
-        """The device, as in MEGATRON_NPU_DEVICE."""
+        """The device, in the form used by MEGATRON_NPU_DEVICE."""
         return "cpu" if self.rehearsal else "cuda"
 
 
@@ -249,17 +249,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
-    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands without running them")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with small sizes")
     parser.add_argument(
-        "--together", action="store_true", help="begin with the pieces that measure no time, side by side"
+        "--together", action="store_true", help="first run the pieces that measure no time, in parallel"
     )
     parser.add_argument(
-        "--limit", type=float, default=LIMIT, help="seconds of a piece (default: %(default)g)"
+        "--limit",
+        type=float,
+        default=LIMIT,
+        help="maximum number of seconds for each piece (default: %(default)g)",
     )
     arguments = parser.parse_args(argv)
     if unknown := [piece for piece in arguments.pieces if piece not in PIECES]:
-        parser.error(f"{unknown[0]}: expected {', '.join(PIECES)}")
+        parser.error(f"{unknown[0]} is not a piece; the pieces are {', '.join(PIECES)}")
     chosen = arguments.pieces or [*PIECES]
     if arguments.dry_run:
         show(chosen, Day(arguments.rehearse, RESULTS))
@@ -269,7 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_all(chosen, Day(True, Path(folder), REHEARSAL_LIMIT), arguments.together)
     if reason := why_no_gpu():
         print(
-            f"gpu: {reason}; expected a CUDA GPU and a torch for it. --dry-run shows what would run.",
+            f"gpu: {reason}; this script requires a CUDA GPU and a torch built for it. "
+            "--dry-run shows what would run.",
             file=sys.stderr,
         )
         return _NO_GPU
@@ -280,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def why_no_gpu() -> str:
-    """Return why nothing can run here; empty if it can."""
+    """Return the reason why nothing can run here, or an empty string if everything can."""
     import torch
 
     if not torch.version.cuda:
@@ -305,7 +309,7 @@ def run_all(chosen: Sequence[str], day: Day, together: bool = False) -> int:
 
 
 def run_and_tell(name: str, day: Day) -> bool:
-    """Run a piece, write its result, and print a line; return whether one of its commands failed."""
+    """Run a piece, write its result, and print a line; return True if one of its commands failed."""
     outcome = run(name, day)
     (day.results / f"{name}.piece.json").write_text(json.dumps(outcome, indent=1) + "\n")
     worst = next((row for row in outcome["commands"] if row["exit_code"]), None)
@@ -314,7 +318,7 @@ def run_and_tell(name: str, day: Day) -> bool:
 
 
 def told(row: dict | None) -> str:
-    """Describe the first command that failed; None if none did."""
+    """Return a description of the first command that failed, or None if no command failed."""
     if row is None:
         return "well"
     whys = {LATE: "no end in time", BEYOND: "operations beyond their limits"}

@@ -45,7 +45,7 @@ _LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-a
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and the maximum relative difference of its losses from the CPU's."""
+    """A model, and the maximum relative difference of its losses from those on the CPU."""
 
     flags: str
     limit: float
@@ -96,10 +96,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--record", action="store_true", help="write the reference: on a CPU")
-    parser.add_argument("--only", choices=[*SETUPS, *FEATURES], help="one setup")
-    parser.add_argument("--features", action="store_true", help="the features, several at once")
-    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--record", action="store_true", help="compute the reference on a CPU and write it")
+    parser.add_argument("--only", choices=[*SETUPS, *FEATURES], help="run only this setup")
+    parser.add_argument("--features", action="store_true", help="run the features, several at once")
+    parser.add_argument("--json", type=Path, help="file to which the results are written")
     arguments = parser.parse_args()
     chosen = [arguments.only] if arguments.only else [*(FEATURES if arguments.features else SETUPS)]
     if arguments.record:

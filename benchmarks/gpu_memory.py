@@ -36,8 +36,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a rehearsal")
-    parser.add_argument("--only", nargs="+", choices=SETUPS, default=[*SETUPS])
+    parser.add_argument("--tiny", action="store_true", help="use a small model, for a rehearsal")
+    parser.add_argument(
+        "--only", nargs="+", choices=SETUPS, default=[*SETUPS], help="measure only these setups"
+    )
     parser.add_argument("--one", choices=SETUPS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -82,9 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="measure what has this in its name")
+    parser.add_argument("--only", default="", help="measure only operations whose name contains this text")
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, for a CPU")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     device = devices.current()
@@ -120,7 +120,7 @@ def measured(name: str, case: Case, repeat: int) -> Iterator[dict[str, Any]]:
 
 
 def in_full_precision(case: Case) -> Tensor | None:
-    """Return torch's result for the case in fp32; None if it returns nothing."""
+    """Return torch's result for the case in fp32, or None if the case returns nothing."""
     if EAGER not in case.variants:
         return None
     with torch.no_grad():

@@ -27,7 +27,7 @@ BERT = {"model": "bert", "precision": "bf16", "layers": 12, "batch": 32, "seq_le
 
 
 class Profiled:
-    """Profiles some steps of a training that calls it after each.
+    """Profiles some steps of a training run that calls this object after each step.
 
     Attributes:
         begins: when each step began.

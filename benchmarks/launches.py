@@ -75,7 +75,7 @@ FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_grouped_gemm": True}
 
 
 class Option(NamedTuple):
-    """An option and the model with which it is measured: the whole project with and without it.
+    """An option, and the model with which it is measured: the whole project with and without the option.
 
     Attributes:
         style: one of ``STYLES``, or "mla" for multi-latent attention.
@@ -148,7 +148,7 @@ class Cost:
 
     @property
     def launches(self) -> int:
-        """Launches of the passes and the optimizer together."""
+        """The number of launches of the passes and the optimizer together."""
         return self.forward_backward + self.optimizer
 
 
@@ -159,13 +159,22 @@ def main() -> None:
     )
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--megatron", type=Path, metavar="PATH", help="a checkout of Megatron-LM 285068c8")
-    parser.add_argument("--optimizers", action="store_true", help="measure what Adam holds")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="measure this one alone")
+    parser.add_argument("--optimizers", action="store_true", help="measure the memory that Adam holds")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="measure only this one")
     parser.add_argument("--optimizer-launches", choices=VARIANTS[:2], help=argparse.SUPPRESS)
-    parser.add_argument("--options", nargs="*", choices=OPTIONS, help="measure single options, all or these")
+    parser.add_argument(
+        "--options",
+        nargs="*",
+        choices=OPTIONS,
+        help="measure individual options: all of them, or only those named",
+    )
     parser.add_argument("--measured-options", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--styles", nargs="+", choices=STYLES, default=STYLES, help="of megatron-core")
-    parser.add_argument("--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure this one")
+    parser.add_argument(
+        "--styles", nargs="+", choices=STYLES, default=STYLES, help="model styles of megatron-core to measure"
+    )
+    parser.add_argument(
+        "--one", nargs=3, metavar=("STYLE", "VARIANT", "LAYERS"), help="measure only this combination"
+    )
     arguments = parser.parse_args()
     if arguments.optimizer:
         print(json.dumps(measure_optimizer(arguments.optimizer, arguments.sequence)))

@@ -35,7 +35,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--one", nargs=2, metavar=("VARIANT", "VOCABULARY"), help="count this one")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("VARIANT", "VOCABULARY"), help="count only this combination"
+    )
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(counted(arguments.one[0], int(arguments.one[1]))))

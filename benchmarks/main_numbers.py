@@ -54,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", nargs="+", choices=["cpu", "npu"], default=["cpu", "npu"])
-    parser.add_argument("--again", action="store_true", help="measure again what is in the file")
+    parser.add_argument("--again", action="store_true", help="measure again what the file already contains")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -50,7 +50,7 @@ def run(version: str, device: str, words: list[str], processes: int = 1, **varia
 
 
 def deviation(values: list[float], expected: list[float]) -> float | str:
-    """Return the largest relative difference of two curves, or why there is none."""
+    """Return the largest relative difference of two curves, or the reason why there is none."""
     if not values or len(values) != len(expected):
         return f"failed: {len(values)} iterations instead of {len(expected)}"
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))

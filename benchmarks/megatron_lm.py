@@ -54,16 +54,25 @@ def main() -> None:
     )
     parser.add_argument("--megatron", type=Path, default=os.environ.get("MEGATRON_LM_PATH"), metavar="PATH")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--dropout", type=float, default=0.1, help="both of Megatron's (its default: 0.1)")
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.1,
+        help="value of both of Megatron's dropout flags (Megatron's default: 0.1)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each round")
-    parser.add_argument("--script", nargs=argparse.REMAINDER, help="VARIANT SCRIPT ARGUMENTS: run this")
+    parser.add_argument("--steps", type=int, default=5, help="number of counted steps in each round")
+    parser.add_argument(
+        "--script", nargs=argparse.REMAINDER, help="run a script in a variant: VARIANT SCRIPT ARGUMENTS"
+    )
     arguments = parser.parse_args()
     if arguments.script:
         run_script(*arguments.script)
         return
     if arguments.megatron is None:
-        parser.error("name the checkout of Megatron-LM 285068c8: --megatron PATH, or MEGATRON_LM_PATH")
+        parser.error(
+            "a checkout of Megatron-LM 285068c8 is required: pass --megatron PATH, or set MEGATRON_LM_PATH"
+        )
     rounds: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))

@@ -30,7 +30,7 @@ SEQUENCE, HIDDEN, VOCABULARY, MICRO_BATCHES = 1024, 512, 512, 4
 
 
 class Layout(NamedTuple):
-    """A way to parallelize the model: ranks, arguments of ``initialize_model_parallel``, model options."""
+    """A parallel layout: ranks, arguments of ``initialize_model_parallel``, and model options."""
 
     ranks: int
     parallel: dict[str, Any]

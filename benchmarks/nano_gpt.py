@@ -1,4 +1,4 @@
-"""A GPT-2 in plain torch, for ``train.py``, of the size and style that people write by hand."""
+"""A GPT-2 in plain torch, used by ``train.py``, with the size and style of handwritten models."""
 
 from __future__ import annotations
 

@@ -49,9 +49,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="measure what has this in its name; write nothing")
-    parser.add_argument("--plot", action="store_true", help="draw benchmarks/results/ops.png too")
-    parser.add_argument("--redraw", action="store_true", help="draw the rows of ops.json, measure nothing")
+    parser.add_argument(
+        "--only", default="", help="measure only operations whose name contains this text, and write no file"
+    )
+    parser.add_argument("--plot", action="store_true", help="also draw benchmarks/results/ops.png")
+    parser.add_argument("--redraw", action="store_true", help="draw the rows of ops.json without measuring")
     arguments = parser.parse_args()
     if arguments.redraw:
         draw(json.loads(RESULT.read_text(encoding="utf-8"))["rows"])

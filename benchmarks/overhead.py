@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--no-record", action="store_true", help="only print")
+    parser.add_argument("--no-record", action="store_true", help="print the results without recording them")
     options = parser.parse_args()
     import megatron_npu
 

@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="*", choices=("groups", "shapes"), default=["groups", "shapes"])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--page", action="store_true", help="also write the page")
+    parser.add_argument("--page", action="store_true", help="also write the documentation page")
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.world:

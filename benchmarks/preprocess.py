@@ -50,9 +50,13 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout, whose tool is measured too")
-    parser.add_argument("--gigatoken", action="store_true", help="measure the package gigatoken too")
-    parser.add_argument("--corpus", type=Path, required=True, help="JSON lines, key text")
+    parser.add_argument(
+        "--megatron", type=Path, help="Megatron-LM checkout whose preprocessing tool is also measured"
+    )
+    parser.add_argument("--gigatoken", action="store_true", help="also measure the package gigatoken")
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="corpus file: JSON lines with the key text"
+    )
     parser.add_argument("--vocab-file", required=True)
     parser.add_argument("--merge-file", required=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -111,7 +115,7 @@ def _require_equal(directory: Path, tools: list[str]) -> None:
             for tool in tools
         }
         if len(digests) != 1:
-            raise SystemExit(f"the .{end} files differ: nothing to compare")
+            raise SystemExit(f"the .{end} files differ, so that their times cannot be compared")
 
 
 def _summary(

@@ -49,9 +49,18 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=train.MODELS, default="demo")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--steps", type=int, default=20, help="of each variant that count, in turn")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write to --output alone")
-    parser.add_argument("--output", type=Path, help="instead of a file in benchmarks/results/")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="number of counted steps of each variant; the variants take turns",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=VARIANTS, help="measure only these variants, and write only to --output"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write to this file instead of one in benchmarks/results/"
+    )
     parser.add_argument("--child", nargs=2, metavar=("VARIANT", "FOLDER"))
     arguments = parser.parse_args()
     if arguments.child:

@@ -145,7 +145,7 @@ def _child(given: argparse.Namespace) -> None:
 
     tree = Path(megatron_npu.__file__).resolve().parents[1]
     if tree != Path(os.environ["PYTHONPATH"]).resolve():
-        raise SystemExit(f"imported {tree}, not {os.environ['PYTHONPATH']}")
+        raise SystemExit(f"expected the package from {os.environ['PYTHONPATH']}, but {tree} was imported")
     print(json.dumps(measure(given.data, given.child, given.gigabytes, given.steps, given.more)))
 
 
@@ -154,11 +154,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--before", type=Path, help="a work tree of the commit to compare with")
-    parser.add_argument("--gigabytes", type=float, default=1, help="of the checkpoint")
+    parser.add_argument("--before", type=Path, help="Git work tree of the commit to compare with")
+    parser.add_argument("--gigabytes", type=float, default=1, help="size of the checkpoint in gigabytes")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100, help="of the small model, in each process")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of /tmp)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="number of steps of the small model in each process"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure (default: the disk of /tmp)"
+    )
     parser.add_argument("--json", type=Path, default=report.RESULTS / "reliability-cost-cpu.json")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--data", help=argparse.SUPPRESS)
@@ -167,7 +171,7 @@ def main() -> None:
     if given.child:
         return _child(given)
     if given.before is None or not (given.before / "megatron_npu").is_dir():
-        parser.error("--before needs a work tree: git worktree add /tmp/before 83b9baa")
+        parser.error("--before requires a work tree: git worktree add /tmp/before 83b9baa")
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = _dataset(Path(folder))

@@ -39,8 +39,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--steps", type=int, default=15, help="in each stretch between two events")
-    parser.add_argument("--events", type=int, default=5, help="how many of a kind")
+    parser.add_argument("--steps", type=int, default=15, help="number of steps between two events")
+    parser.add_argument("--events", type=int, default=5, help="number of events of each kind")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--child", nargs=4, metavar=("VARIANT", "EVENT", "FOLDER", "ITERATIONS"))
     arguments = parser.parse_args()

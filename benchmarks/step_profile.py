@@ -47,8 +47,13 @@ def main() -> None:
     parser.add_argument("--model", choices=train.MODELS, default="demo")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--seq-length", type=int)
-    parser.add_argument("--steps", type=int, default=6, help="of each variant that count, in turn")
-    parser.add_argument("--variant", choices=VARIANTS, help="be this one")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=6,
+        help="number of counted steps of each variant; the variants take turns",
+    )
+    parser.add_argument("--variant", choices=VARIANTS, help="run only this variant")
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(profile(arguments)))

@@ -76,14 +76,29 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="demo")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument(
-        "--seq-length", type=int, help="instead of the model's, with as many tokens in a batch"
+        "--seq-length",
+        type=int,
+        help="sequence length to use instead of the model's; a batch keeps its number of tokens",
     )
-    parser.add_argument("--steps", type=int, default=12, help="of each variant that count, in turn")
-    parser.add_argument("--burst", type=int, default=1, help="steps between two looks at the clock")
-    parser.add_argument("--together", type=int, default=4, help="variants that are in memory at once")
-    parser.add_argument("--variant", choices=VARIANTS, help="be this one")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="measure these; write to --output alone")
-    parser.add_argument("--output", type=Path, help="instead of a file in benchmarks/results/")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        help="number of counted steps of each variant; the variants take turns",
+    )
+    parser.add_argument(
+        "--together", type=int, default=4, help="number of variants that are in memory at once"
+    )
+    parser.add_argument("--variant", choices=VARIANTS, help="run only this variant")
+    parser.add_argument(
+        "--only", nargs="+", choices=VARIANTS, help="measure only these variants, and write only to --output"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write to this file instead of one in benchmarks/results/"
+    )
+    parser.add_argument(
+        "--burst", type=int, default=1, help="number of steps between two readings of the clock"
+    )
     arguments = parser.parse_args()
     if arguments.variant:
         started = MEASURES[arguments.variant](shape_of(arguments), arguments)

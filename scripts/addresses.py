@@ -1,7 +1,8 @@
 """Write the public addresses in the project's files to docs/reference/security.md: addresses.py [--check]
 
-Every address needs a purpose in ``PURPOSES``; an address without one raises an error, so that none is added
-unnoticed. With --check nothing is written; the exit code is 1 if the page is not up to date.
+Every address must have a purpose in ``PURPOSES``; an address without a purpose raises an error, so that no
+address is added unnoticed. With --check, nothing is written, and the exit code is 1 if the page is not up to
+date.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PURPOSES = {
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Yield file, address and purpose of every public address, in order.
+    """Yield the file, the address and the purpose of every public address, in order.
 
     Raises:
         ValueError: an address has no purpose.

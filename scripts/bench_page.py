@@ -41,7 +41,7 @@ def tables() -> str:
 
 
 def draw_pictures() -> None:
-    """Draw the tables that have values but no picture."""
+    """Draw plots of the tables that have values but no picture."""
     from megatron_npu.measuring import plot
 
     for path in sorted(RESULTS.glob("*.json")):

@@ -32,7 +32,7 @@ def schemas(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def faults(value: Any, schema: dict[str, Any], place: str = "") -> Iterator[str]:
-    """Yield how a value violates a schema."""
+    """Yield a description of each way in which a value violates a schema."""
     kind = schema.get("type")
     if schema.get("x-kubernetes-int-or-string"):
         kind = "int-or-string"
@@ -70,7 +70,7 @@ def _faults_of_fields(value: dict[str, Any], schema: dict[str, Any], place: str)
 
 
 def main(paths: list[str]) -> int:
-    """Print all faults; return 1 if there are any, 2 if there was nothing to compare."""
+    """Print all faults; return 1 if there are any, or 2 if there was nothing to compare."""
     known = {key: schema for path in paths for key, schema in schemas(Path(path)).items()}
     compared = wrong = 0
     for path in sorted(FOLDER.glob("*.yaml")):

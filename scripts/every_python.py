@@ -36,7 +36,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collecti
 
 
 def interpreter(minor: str) -> str | None:
-    """Return a Python of this version: one beside this one (as installed by pyenv and uv) or on the path."""
+    """Return a Python of this version, installed next to this Python (as by pyenv and uv) or on the path."""
     if minor == f"{sys.version_info[0]}.{sys.version_info[1]}":
         return sys.executable
     beside = sorted(Path(sys.base_prefix).parent.glob(f"*{minor}.*/bin/python"))
@@ -44,7 +44,7 @@ def interpreter(minor: str) -> str | None:
 
 
 def environment(python: str, minor: str) -> str:
-    """Create an environment without torch in which the project is installed; return its Python."""
+    """Create an environment that contains the project but not torch, and return the environment's Python."""
     place = PLACE / minor
     made = str(place / "bin" / "python")
     if not Path(made).is_file():
@@ -63,7 +63,7 @@ def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def unit_tests(python: str) -> tuple[bool, str]:
-    """Run the tests that need neither torch nor another missing package; return whether they pass."""
+    """Run the tests that need neither torch nor another missing package; return True if they pass."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place) / "report.xml"
         done = run(python, *TESTS, f"--junitxml={report}")
@@ -92,7 +92,7 @@ def unit_tests(python: str) -> tuple[bool, str]:
 
 
 def steps(python: str) -> dict[str, tuple[bool, str]]:
-    """Test one Python; return whether everything passed, and the output."""
+    """Test one Python; return True if everything passed, and the output."""
     found = {}
     done = run(python, "-c", "import megatron_npu; print(megatron_npu.__version__)")
     found["import"] = done.returncode == 0, done.stdout.strip() or done.stderr

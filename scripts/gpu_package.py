@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where, in this repository; made if it is not there")
     parser.add_argument(
-        "--python", default="3.12", metavar="X.Y", help="the machine's (default: %(default)s)"
+        "folder", type=Path, help="folder in this repository to write to; created if it does not exist"
+    )
+    parser.add_argument(
+        "--python", default="3.12", metavar="X.Y", help="Python version of the machine (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
     folder: Path = arguments.folder
@@ -82,11 +84,11 @@ def pinned(folder: Path, requirement: str) -> str:
     for line in wanted:
         if line.startswith(f"{requirement}=="):
             return line.partition(";")[0].strip()
-    raise ValueError(f"{wheel.name} asks for no version of {requirement}")
+    raise ValueError(f"{wheel.name} does not require a version of {requirement}")
 
 
 def copy_tree(source: Path, target: Path) -> bool:
-    """Copy the files that a tree's scripts need; return whether the tree exists."""
+    """Copy the files that a tree's scripts need; return True if the tree exists."""
     if not source.is_dir():
         return False
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=left_out(source))
@@ -94,7 +96,7 @@ def copy_tree(source: Path, target: Path) -> bool:
 
 
 def left_out(source: Path):  # type: ignore[no-untyped-def]  # shutil's own type has no name
-    """Return an ignore function for ``copytree``: unneeded names at the tree's top, bytecode everywhere."""
+    """Return an ignore function for ``copytree`` that skips unneeded names at the top, and all bytecode."""
 
     def names(folder: str, inside: list[str]) -> set[str]:
         unwanted = LEFT_OUT if Path(folder) == source else ("__pycache__",)

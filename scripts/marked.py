@@ -1,4 +1,4 @@
-"""Write or check the generated parts of pages, each between two comment lines, and generated pages."""
+"""Write or check generated pages and the generated parts of pages, each between two comment lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.base import files
 
 
 def inserted(page: str, begin: str, text: str, end: str) -> str:
-    """Return a page with ``text`` between the lines ``begin`` and ``end``.
+    """Return a page in which ``text`` replaces the text between the lines ``begin`` and ``end``.
 
     Raises:
         ValueError: the page lacks one of the two lines.
@@ -22,7 +22,7 @@ def inserted(page: str, begin: str, text: str, end: str) -> str:
 
 
 def finish(pages: Mapping[Path, str], *, check: bool) -> int:
-    """Write the pages, or only compare them with ``check``; return 1 if one is not up to date, else 0."""
+    """Write the pages, or only compare them with ``check``; return 1 if a page is not up to date, else 0."""
     old = [
         path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]

@@ -42,7 +42,7 @@ def _row(operation: Operation) -> str:
 
 
 def _note(operation: Operation, device: str) -> str:
-    """Return what the operation runs on a device.
+    """Return a description of the implementation that the operation uses on a device.
 
     Raises:
         ValueError: an implementation is registered without a note.

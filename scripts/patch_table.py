@@ -1,8 +1,8 @@
 """Write the table of an upstream's patches to a page: patch_table.py UPSTREAM PAGE [--check]
 
 The table is between two comment lines of the page, and is generated from the records alone: no Megatron is
-needed. A page with the comment lines for it gets another table instead, of the functions that the guide
-lists. With --check nothing is written; the exit code is 1 if the page is not up to date.
+needed. If the page has the comment lines of the other table, which lists the functions in the guide, that
+table is written instead. With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ HEAVY = ("torch", "torch_npu", "megatron")  # packages that not every room may i
 
 @dataclass(frozen=True)
 class Room:
-    """A folder (``ops/``) or file (``plugin.py``) of the package; one inside another is a separate room.
+    """A folder (``ops/``) or file (``plugin.py``) of the package; a nested one is a separate room.
 
     Attributes:
-        name: its name, as above.
-        what: its content, in Markdown.
+        name: the name of the room, in the form above.
+        what: a description of the room's content, in Markdown.
         may: the rooms that it may import, by their names without ``/`` and ``.py``; for adaptors and
             commands, also those imported under a computed name.
-        heavy: which of ``HEAVY`` it may import.
+        heavy: the packages in ``HEAVY`` that the room may import.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Room:
 
     @property
     def module(self) -> str:
-        """The name of its module in the package: ``generation.sampling``."""
+        """The name of the room's module in the package, such as ``generation.sampling``."""
         return self.name.removesuffix("/").removesuffix(".py").replace("/", ".")
 
 
@@ -201,7 +201,7 @@ ROOMS = (
     Room(
         "planning/rank/",
         "one rank of a planned job: a separate process that runs the job's command",
-        "base plugin sim checkpoint_files watchdog planning commands ops.triton",
+        "base process plugin sim checkpoint_files watchdog planning commands ops.triton",
         ("torch", "torch_npu"),
     ),
     Room("__init__.py", "`import megatron_npu`: installs the import hook; the ledger", "patching plugin"),

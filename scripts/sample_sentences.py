@@ -44,7 +44,7 @@ def _sentences(paragraph: str) -> list[str]:
 
 
 def prose(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each sentence outside tables."""
+    """Yield the location and text of each sentence outside tables."""
     text = _hand_written(page.read_text())
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
         if paragraph.lstrip().startswith(("|", "#", "<")):
@@ -63,7 +63,7 @@ def cells(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def _literal(node: ast.expr | None) -> str:
-    """Return the text of a string expression, with {...} for inserted values; empty for other expressions."""
+    """Return the text of a string expression, with {...} for inserted values, or "" for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -95,7 +95,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
 
 
 def texts() -> dict[str, list[tuple[str, str]]]:
-    """Return place and text of everything that can be sampled, by kind."""
+    """Return the location and text of everything that can be sampled, by kind."""
     found: dict[str, list[tuple[str, str]]] = {kind: [] for kind in SHARES}
     for page in _pages():
         kind = "readme" if page.name == "README.md" or page.parent.name == "tutorials" else "docs"
@@ -110,11 +110,13 @@ def texts() -> dict[str, list[tuple[str, str]]]:
 
 
 def main() -> None:
-    """Print the sample, or all texts of a kind."""
+    """Print a sample of the texts, or all texts of one kind."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("seed", type=int)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--all", choices=list(SHARES), help="print every text of this kind")
+    parser.add_argument(
+        "--all", choices=list(SHARES), help="print every text of this kind, not only a sample"
+    )
     parsed = parser.parse_args()
     found = texts()
     if parsed.all:

@@ -1,10 +1,10 @@
-"""Run the tests of the compiled kernels, compiled with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Run the tests of the compiled kernels with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 python scripts/sanitize.py [ARGUMENTS OF PYTEST]
 
-A read or write beyond a tensor ends the run with g++'s report of its position. First, a kernel is called with
-too large a number of values, bypassing all checks: if the sanitizers do not notice that, the run would prove
-nothing.
+A read or write beyond the end of a tensor ends the run with g++'s report of the position. First, a kernel is
+called with too large a number of values, bypassing all checks: if the sanitizers did not detect this, the run
+would prove nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ abi._call("exponentials_float32", values.data_ptr(), sums.data_ptr(), sums.data_
 
 
 def main(arguments: list[str]) -> int:
-    """Return pytest's exit code, or 1 if the sanitizers do not notice a deliberate error."""
+    """Return pytest's exit code, or 1 if the sanitizers do not detect a deliberate error."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, **_environment(cache)}
         # By a Python without libasan, since g++ would be slow with it; to load the library this one fails.

@@ -48,7 +48,7 @@ GIVEN = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the package: its position, length, complexity and number of parameters."""
+    """A function of the package, with its position, length, complexity and number of parameters."""
 
     file: str
     line: int
@@ -60,7 +60,7 @@ class Function:
 
     @property
     def key(self) -> str:
-        """The file and the name, as in ``GIVEN``."""
+        """The file and the name of the function, in the form used in ``GIVEN``."""
         return f"{self.file}:{self.name}"
 
 
@@ -109,7 +109,7 @@ def _forks(node: ast.AST) -> int:
 
 
 def given(node: ast.FunctionDef | ast.AsyncFunctionDef, file: str, replacing: set[str]) -> bool:
-    """Return whether a function's signature is determined by a caller outside this project.
+    """Return True if a function's signature is determined by a caller outside this project.
 
     Such functions are public kernels of the simulator, public parts of stubs, replacements of upstream
     functions (by one of the registry's decorators), or named in ``GIVEN``.
@@ -131,7 +131,7 @@ def _words(decorator: ast.expr) -> Iterator[str]:
 
 
 def too_complex(found: list[Function]) -> list[Function]:
-    """Return the functions whose complexity is above the limit, the most complex first."""
+    """Return the functions whose complexity exceeds the limit, the most complex ones first."""
     return sorted((each for each in found if each.complexity > COMPLEX), key=lambda each: -each.complexity)
 
 
@@ -142,7 +142,7 @@ def take_many(found: list[Function], *, is_given: bool) -> list[Function]:
 
 
 def longest(found: list[Function]) -> list[Function]:
-    """Return the functions, the longest first."""
+    """Return the functions, the longest ones first."""
     return sorted(found, key=lambda each: -each.lines)
 
 
@@ -156,7 +156,7 @@ def rebound_names(package: Path = PACKAGE) -> int:
 
 
 def table(package: Path = PACKAGE) -> dict[str, str]:
-    """Return all measures of the code, keyed by what they count."""
+    """Return all measurements of the code, keyed by what they count."""
     files = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in package.rglob("*.py")}
     found = functions(package)
     lengths = sorted(each.lines for each in found)
@@ -185,7 +185,7 @@ def main() -> None:
     """Print the table, or one of the lists behind it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=PACKAGE, help="a package (default: %(default)s)"
+        "folder", nargs="?", type=Path, default=PACKAGE, help="package to count (default: %(default)s)"
     )
     parser.add_argument("--list", choices=("complexity", "parameters", "given", "long"))
     options = parser.parse_args()

@@ -2,7 +2,8 @@
 
 The pages in docs/ link to files outside it: pictures, tests, the change log. They are copied to build/docs,
 where these links lead to copies (pictures, pages) or become plain text (code). Then Zensical builds
-build/site from mkdocs.yml, and any warning fails the build. With --stage nothing is built.
+build/site from mkdocs.yml, and any warning fails the build. With --stage, the pages are copied but the site
+is not built.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def place(path: Path, root: Path = ROOT) -> Path | None:
-    """Return the path of a repository file in the site, below build/docs; None: it is not in the site."""
+    """Return the path of a repository file in the site, below build/docs, or None if it is not there."""
     if (root / "docs") in path.parents:
         return path.relative_to(root / "docs")
     if path.suffix in (".png", ".svg"):
@@ -74,7 +75,7 @@ def _for_html(text: str) -> str:
 
 
 def stage(folder: Path, root: Path = ROOT) -> int:
-    """Write every page and picture of the site to a folder; return the number of pages."""
+    """Write every page and picture of the site to a folder, and return the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     waiting = [*sorted((root / "docs").rglob("*.md")), *(root / name for name in BESIDE)]
     pictures = {path for path in (root / "docs").rglob("*") if path.suffix in (".png", ".svg")}

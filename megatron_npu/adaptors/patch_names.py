@@ -84,8 +84,8 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
     replaced = sum(found != {_WATCHED} for found in kinds.values())
     on = f" on {name}" if name else ""
     return (
-        f"of the guide's {len(kinds)} functions {replaced} are replaced or wrapped{on}, "
-        f"{len(kinds) - replaced} watched: upstream's own code runs, and their pins are compared"
+        f"{replaced} of the guide's {len(kinds)} functions are replaced or wrapped{on}, and "
+        f"{len(kinds) - replaced} are watched: upstream's own code runs, and their pins are compared"
     )
 
 
@@ -103,7 +103,7 @@ def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
     found = [_named(name, patches) for name in names]
     for name, some in zip(names, found, strict=True):
         if not some:
-            raise UsageError(f"there is no patch called {name}", _close(name, patches), _remedy(name))
+            raise UsageError(f"there is no patch called {name}; use {_close(name, patches)}. {_remedy(name)}")
     wanted = {patch.key for some in found for patch in some}
     return [patch for patch in patches if not names or patch.key in wanted]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_npu.base.command_examples import end_of_help
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
+from megatron_npu.base.flag_names import instead_of
 
 
 class Unfit(argparse.ArgumentTypeError):
@@ -20,7 +21,7 @@ class Unfit(argparse.ArgumentTypeError):
 
     def __init__(self, given: str, expected: str) -> None:
         self.given, self.expected = given, expected
-        super().__init__(f"{given}; expected {expected}")
+        super().__init__(f"must be {expected}, but got {given}")
 
 
 _INT64 = 1 << 63
@@ -89,12 +90,12 @@ def byte_size(text: str) -> int:
     digits = amount.rstrip("KMG")
     unit = amount[len(digits) :]
     if unit not in _BYTES_OF or not digits.isdecimal() or not int(digits):
-        raise Unfit(text, "bytes, or a number with K, M or G")
+        raise Unfit(text, "a positive number of bytes, optionally with the suffix K, M or G")
     return int(digits) * _BYTES_OF[unit]
 
 
 class _Help(argparse.HelpFormatter):
-    """A help formatter with short metavars that appends "required", or the default if it is not named."""
+    """A help formatter with short metavars that appends "required", or the default if the help omits it."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return metavar_of(action)
@@ -108,7 +109,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def metavar_of(action: argparse.Action) -> str:
-    """Return the placeholder of a flag's value in ``--help`` if the flag defines none."""
+    """Return the placeholder of a flag's value in ``--help`` if the flag does not define one."""
     return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
@@ -138,7 +139,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=(description or "").replace("``", ""), **(defaults | options))
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "the flags and values of --help", self._remedy())
+        raise UsageError(message, remedy=self._remedy())
 
     def format_help(self) -> str:
         """Return the help text, with examples and exit codes after the flags."""
@@ -165,9 +166,8 @@ class Parser(argparse.ArgumentParser):
         if not word or not found:
             titles = ", ".join(str(group.title) for group in self._action_groups if group._group_actions)
             raise UsageError(
-                f"--help={keyword}",
-                f"a word from a flag or its help text, or a group: {titles}",
-                f"See `{self.prog} --help` for all flags.",
+                f"--help={keyword} matches no flag, help text or group; the groups are: {titles}",
+                remedy=f"See `{self.prog} --help` for all flags.",
             )
         return formatter.format_help()
 
@@ -203,9 +203,10 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _refuse_misspelt(self, args: Any) -> None:
-        """Raise an error about an unknown flag, if there is one: it is likely a misspelt required flag.
+        """Raise an error about an unknown flag, if there is one; it is likely a misspelt required flag.
 
-        Called only after parsing has failed. If ``--help`` was given, the help has already been printed.
+        This is called only after parsing has failed. If ``--help`` was given, the help has already been
+        printed.
         """
         with self._nothing_required(), contextlib.suppress(argparse.ArgumentError):
             values, unknown = self.parse_known_args(args)
@@ -240,34 +241,35 @@ class Parser(argparse.ArgumentParser):
         """Raise an error if there are unknown flags, with suggestions for the first one."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
-            known = difflib.get_close_matches(flags[0].partition("=")[0], self._option_string_actions, n=3)
-            raise UsageError(
-                f"unknown flag {' '.join(flags)}",
-                " or ".join(known) if known else "a flag of --help",
-                self._remedy(),
-            )
+            first, known = flags[0].partition("=")[0], self._option_string_actions
+            near = difflib.get_close_matches(first, known, n=3)
+            meant = f"Did you mean {either(near)}? " if near else ""
+            if instead := instead_of(first, known):
+                meant = f"Use {instead}. "
+            raise UsageError(f"unknown flag {' '.join(flags)}", remedy=meant + self._remedy())
         if unknown:
-            self.error(f"unexpected {' '.join(unknown)}")
+            self.error(f"unexpected argument {' '.join(unknown)}")
 
     def _refusal(self, error: argparse.ArgumentError) -> UsageError:
         if isinstance(error.__context__, Unfit):
-            return UsageError(
-                f"{error.argument_name} {error.__context__.given}", error.__context__.expected, self._remedy()
-            )
+            return UsageError(f"{error.argument_name} {error.__context__}", remedy=self._remedy())
         other = error.message.partition("not allowed with argument ")[2]
         if other:
             return UsageError(
-                f"{other} and {error.argument_name}", "only one of them", "Remove the other flag."
+                f"{other} and {error.argument_name} are mutually exclusive", remedy="Remove one of them."
             )
         # from Python 3.13 on a missing flag comes here too, and belongs to no argument
         about = f"{error.argument_name}: " if error.argument_name else ""
-        return UsageError(f"{about}{error.message}", "the flags and values of --help", self._remedy())
+        return UsageError(f"{about}{error.message}", remedy=self._remedy())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Reject a value that is not among the choices, with our error message in place of argparse's."""
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or action.metavar or action.dest
-            raise UsageError(f"{name} {value!r}", " or ".join(map(str, action.choices)), self._remedy())
+            raise UsageError(
+                f"{name} must be {either(action.choices)}, but got {value!r}",
+                remedy=self._remedy(),
+            )
 
     def _remedy(self) -> str:
         return f"See `{self.prog} --help`. {self._hint}".rstrip()

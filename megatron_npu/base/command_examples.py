@@ -1,4 +1,4 @@
-"""Examples at the end of each command's ``--help``; the test suite parses each of them."""
+"""Examples at the end of each command's ``--help``, each of which is parsed by the test suite."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
 _OF_FILES = (
@@ -33,9 +34,9 @@ def is_of_processes(error: BaseException) -> bool:
 def no_processes() -> UsageError:
     """Return the error to raise when no process or thread can be started."""
     return UsageError(
-        "the system cannot start more processes or threads",
-        "room for several hundred per rank (process groups, kernels and data loaders start their own)",
-        "Raise the limit: ulimit -u, limits.conf, docker run --pids-limit. Or lower --num-workers.",
+        "the system cannot start more processes or threads; each rank needs several hundred of them, "
+        "because process groups, kernels and data loaders start their own",
+        remedy="Raise the limit (ulimit -u, limits.conf, docker run --pids-limit), or lower --num-workers.",
     )
 
 
@@ -44,21 +45,27 @@ def is_of_files(error: OSError) -> bool:
     return error.errno in _OF_FILES
 
 
-class UsageError(Exception):
-    """Raised for bad input from outside: an option, a file, an environment variable, an installed package.
+def either(names: Iterable[object]) -> str:
+    """Return the names as a list in a sentence: ``a``, ``a or b``, or ``a, b or c``."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
-    The command line prints it as one line and exits with code 2, without a traceback.
+
+class UsageError(Exception):
+    """Raised for invalid input: an option, a file, an environment variable, an installed package.
+
+    The command line prints the error as one line and exits with code 2, without a traceback.
 
     Megatron's ``build_module`` re-raises an exception as ``type(error)(message)``, so a single argument must
     be accepted as the whole message.
 
     Args:
-        given: a description of what was found, with the name of the option or file and its value.
-        expected: a description of what would be accepted.
+        given: a sentence that states the problem, with the name of the option or file and its value.
+        expected: a description of what would be accepted; empty if ``given`` states it.
         remedy: an instruction that fixes the problem.
 
     Attributes:
-        blames_caller: whether a library rejected its arguments; the faulty line is then in the user's
+        blames_caller: whether a library rejected its arguments; if so, the faulty line is in the user's
             program, and only the traceback shows it.
     """
 
@@ -66,10 +73,17 @@ class UsageError(Exception):
 
     def __init__(self, given: str, expected: str = "", remedy: str = "") -> None:
         self.given, self.expected, self.remedy = given, expected, remedy
-        super().__init__(f"{given}; expected {expected}. {remedy}" if expected else given)
+        problem = self.problem
+        end = "" if problem.endswith(".") else "."  # a library's message may be a sentence already
+        super().__init__(f"{problem}{end} {remedy}" if remedy else problem)
+
+    @property
+    def problem(self) -> str:
+        """What was given and what was expected, without the remedy."""
+        return f"{self.given}; expected {self.expected}" if self.expected else self.given
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
-        """Make the error picklable, because torch sends the error of a failed rank to the others."""
+        """Make the error picklable, because torch sends the error of a failed rank to the other ranks."""
         return UsageError, (self.given, self.expected, self.remedy)
 
 
@@ -84,7 +98,7 @@ class LoaderWorkerError(RuntimeError):
     def __init__(
         self,
         what: str,
-        remedy: str = "Did the machine run out of memory? Lower --num-workers, and resume from the last "
-        "checkpoint.",
+        remedy: str = "The machine may have run out of memory: lower --num-workers, and resume from the "
+        "last checkpoint.",
     ) -> None:
         super().__init__(f"{what.rstrip('.')}. {remedy}")

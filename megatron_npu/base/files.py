@@ -1,6 +1,6 @@
-"""Create files and folders atomically and privately. Imports only the standard library.
+"""Create files and folders atomically and privately. This module imports only the standard library.
 
-A file that is being written has a temporary name beside its final one, so that it appears in one atomic
+A file that is being written has a temporary name beside its final name, so that it appears in one atomic
 rename: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that is being replaced is
 called ``.NAME.replaced`` in the meantime. Modes follow the user's umask.
 """
@@ -8,6 +8,7 @@ called ``.NAME.replaced`` in the meantime. Modes follow the user's umask.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import glob
@@ -45,20 +46,48 @@ def lines(path: str | Path) -> list[str]:
         return [line.removesuffix("\n") for line in stream]
 
 
+def nearest(path: str | Path) -> str:
+    """Return the remedy for a path that does not exist: the file there with the most similar name, if any."""
+    path = Path(path)
+    try:
+        names = [one.name for one in path.parent.iterdir() if one.suffix == path.suffix and one.is_file()]
+    except OSError:
+        names = []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"Did you mean {path.parent / near[0]}?" if near else "Check the path."
+
+
 def partial_file(path: Path) -> Path:
     """Return the temporary name of a file; it contains the process number, so that ranks do not collide."""
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the temporary name of a folder, the same for all ranks that write to it."""
+    """Return the temporary name of a folder, which is the same for all ranks that write to it."""
     return path.with_name(f".{path.name}.partial")
+
+
+def created(path: str | Path, mode: int = 0o666, buffering: int = -1) -> BinaryIO:
+    """Create a file, in place of what has its name, and open it for writing; no link is followed.
+
+    In a folder that several users can write to, another user can guess a temporary name and put a link there.
+
+    Args:
+        path: the file.
+        mode: the mode, from which the umask is taken.
+        buffering: the size of the buffer, as for ``open``.
+
+    Raises:
+        OSError: what has the name cannot be removed, or another user puts it there again.
+    """
+    Path(path).unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering)
 
 
 def claim(stream: IO[bytes]) -> None:
     """Lock an open temporary file to mark it as being written; the lock is released when the process ends.
 
-    On a file system without locks nothing is locked, and ``remove_abandoned`` keeps the files.
+    On a file system without locks, nothing is locked, and ``remove_abandoned`` keeps the files.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,25 +101,32 @@ def remove_abandoned(path: Path) -> list[Path]:
     removed = []
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
-        if number.isdecimal() and not partial.is_symlink() and _is_abandoned(partial):
+        if number.isdecimal() and _is_abandoned(partial):
             partial.unlink(missing_ok=True)
             removed.append(partial)
     return removed
 
 
 def _is_abandoned(partial: Path) -> bool:
+    """Return True if no process holds a regular file; another user's pipe would be waited for."""
     try:
-        with open(partial, "rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
     except OSError:  # somebody holds it, or nobody can say
         return False
-    return True
+    finally:
+        os.close(descriptor)
 
 
 def refusal(folder: Path) -> str:
-    """Return why no file can be created in an existing folder; empty if one can be created.
+    """Return the reason why no file can be created in an existing folder; empty if one can be created.
 
-    This creates an unnamed file, because ``os.access`` returns true for root even in folders such as /proc.
+    This function creates an unnamed file, because ``os.access`` returns True for root even in folders such as
+    /proc.
     """
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -123,9 +159,9 @@ def own_opener(path: str, flags: int) -> int:
 
 
 def others(path: str | Path) -> str:
-    """Return why another user could have written a file or folder, for an error message; empty: none could.
+    """Return the reason why another user could have written a file or folder; empty if none could.
 
-    Root and the current user do not count.
+    The reason is part of an error message. Root and the current user do not count.
     """
     try:
         status = os.stat(path)
@@ -139,8 +175,14 @@ def others(path: str | Path) -> str:
     return f"can be written by group {status.st_gid}" if shared else ""
 
 
+def is_writable_by_others(status: os.stat_result) -> bool:
+    """Return True if a mode lets others write than the owner, root, root's group and the private group."""
+    group = status.st_mode & stat.S_IWGRP and status.st_gid != _ROOT and not _is_private(status.st_gid)
+    return bool(status.st_mode & stat.S_IWOTH or group)
+
+
 def _is_private(group: int) -> bool:
-    """Return whether a group is the user's private group: it has the user's name and no other members."""
+    """Return True if a group is the user's private group: it has the user's name and no other members."""
     try:
         own, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
@@ -152,7 +194,7 @@ def write(path: str | Path, content: str | bytes) -> None:
     """Write a file atomically: at any time, either the old or the complete new file exists.
 
     Args:
-        path: its final name.
+        path: the final name of the file.
         content: the content; a string is encoded as UTF-8.
     """
     with writing(path) as stream:
@@ -172,7 +214,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
     partial = partial_file(path)
     remove_abandoned(path)
     try:
-        with open(partial, "wb") as stream:
+        with created(partial) as stream:
             claim(stream)
             yield stream
             sync(stream)
@@ -189,15 +231,16 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes ``path`` if the block succeeds and is removed otherwise.
 
-    Leftovers of a killed attempt are removed first. Only one process may call this at a time.
+    The leftovers of a killed attempt are removed first. Only one process may call this at a time.
 
     Args:
-        path: its final name.
-        replace: replace an existing folder once the new one is complete. If the process is killed between the
-            two renames, the next call of this function or of ``restore_replaced`` restores the old folder.
+        path: the final name of the folder.
+        replace: whether to replace an existing folder once the new one is complete. If the process is killed
+            between the two renames, the next call of this function or of ``restore_replaced`` restores the
+            old folder.
 
     Raises:
-        OSError: ``path`` exists and is not an empty folder, and ``replace`` is off.
+        OSError: ``path`` exists and is not an empty folder, and ``replace`` is False.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +263,7 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
 
 
 def replace_folder(path: Path, new: Path) -> None:
-    """Move a folder to a path, replacing an existing one.
+    """Move a folder to a path, replacing an existing folder.
 
     Args:
         path: the destination. If the process is killed between the two renames, ``restore_replaced`` restores
@@ -228,7 +271,7 @@ def replace_folder(path: Path, new: Path) -> None:
         new: the folder to move, on the same file system.
 
     Raises:
-        OSError: the folder cannot be moved; the old one stays.
+        OSError: the folder cannot be moved; the old folder is kept.
     """
     restore_replaced(path.parent, glob.escape(path.name))
     try:

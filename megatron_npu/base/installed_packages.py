@@ -19,5 +19,5 @@ def spec_of(name: str) -> ModuleSpec | None:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a package or module is installed (see ``spec_of``)."""
+    """Return True if a package or module is installed (see ``spec_of``)."""
     return spec_of(name) is not None

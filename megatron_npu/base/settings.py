@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_npu.base.arg_parser import Number, Unfit, byte_size, byte_size_or_0, positive, whole
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 
 VARIABLES: list[Variable] = []
 """All of them, in the order of their declaration."""
@@ -37,13 +37,13 @@ _FEW = 8  # more choices than this are not listed where some of them resemble wh
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable. Declaring one adds it to ``VARIABLES``.
+    """An environment variable. Declaring one adds it to ``VARIABLES``.
 
     Attributes:
         name: the name of the variable.
         default: the value used if the variable is unset or empty.
         help: its purpose, in one sentence.
-        choices: the accepted values; empty: all that ``type`` accepts.
+        choices: the accepted values; if empty, all values that ``type`` accepts.
         type: parses the string, like a ``type`` for ``argparse``; raises ``Unfit`` for values that are not
             accepted.
     """
@@ -72,11 +72,11 @@ class Variable:
             return self.read(self._text())
         except Unfit as unfit:
             remedy = (
-                "Set {0} to one of these or unset it (default: {1})." if self.choices else "Default: {1}."
+                "Set {0} to one of these, or unset it (default: {1})."
+                if self.choices
+                else "Correct or unset {0} (default: {1})."
             )
-            raise UsageError(
-                f"{self.name}={unfit.given}", unfit.expected, remedy.format(self.name, self.default)
-            ) from None
+            raise UsageError(f"{self.name} {unfit}", remedy=remedy.format(self.name, self.default)) from None
 
     def read(self, text: str) -> object:
         """Return ``text`` converted by ``type``; also the ``type`` of the flag that sets the variable.
@@ -86,11 +86,11 @@ class Variable:
         """
         if self.choices and text not in self.choices:
             near = difflib.get_close_matches(text, self.choices) if len(self.choices) > _FEW else []
-            raise Unfit(text, " or ".join(near or self.choices))
+            raise Unfit(text, either(near or self.choices))
         return self.type(text)
 
     def enabled(self) -> bool:
-        """Return whether an on/off variable is on."""
+        """Return True if an on/off variable is on."""
         return self.get() == "1"
 
     def _text(self) -> str:
@@ -208,6 +208,14 @@ WATCHDOG = Variable(
     "the watchdog reports it and ends the run; a rank that dies is reported at once. 0: no watchdog.",
     type=whole,
 )
+RENDEZVOUS_TIMEOUT = Variable(
+    "MEGATRON_NPU_RENDEZVOUS_TIMEOUT",
+    "auto",
+    "With several machines: maximum number of seconds that a machine waits for the run's store at "
+    "MASTER_ADDR:MASTER_PORT, and the first machine for the others. auto: 600, or torchrun's --rdzv-conf "
+    "timeout if that is longer; 60 if the address seems wrong.",
+    type=lambda text: None if text == "auto" else Number("auto or a positive integer", int, 1)(text),
+)
 MEGATRON_PATH = Variable(
     "MEGATRON_LM_PATH",
     "",
@@ -301,7 +309,7 @@ def check() -> None:
     for name in os.environ:
         if name.startswith("MEGATRON_NPU_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1) or known
-            raise UsageError(f"unknown setting {name}", " or ".join(near), f"Correct it or unset {name}.")
+            raise UsageError(f"unknown setting {name}", remedy=f"Use {either(near)}, or unset {name}.")
     for variable in VARIABLES:
         variable.get()
     verified_operations()
@@ -309,7 +317,7 @@ def check() -> None:
 
 
 def _torchs_safety_is_on() -> None:
-    """Check that torch's own environment variable does not let ``torch.load`` execute code from files.
+    """Check that torch's own environment variable does not allow ``torch.load`` to execute code from files.
 
     Raises:
         UsageError: the variable is set, but ``MEGATRON_NPU_TRUST_FILES`` does not allow it.
@@ -317,9 +325,8 @@ def _torchs_safety_is_on() -> None:
     given = os.environ.get(_UNSAFE_TORCH, "")
     if given.lower() in ("1", "y", "yes", "true") and not TRUST_FILES.enabled():  # as torch reads it
         raise UsageError(
-            f"{_UNSAFE_TORCH}={given}, which lets any file that torch loads execute code",
-            f"the variable to be unset, or {TRUST_FILES.name}=1 set as well",
-            f"Unset {_UNSAFE_TORCH}: Megatron's checkpoints load without it.",
+            f"{_UNSAFE_TORCH} is set to {given}, which lets any file that torch loads execute code",
+            remedy=f"Unset it (Megatron's checkpoints load without it), or also set {TRUST_FILES.name}=1.",
         )
 
 
@@ -327,7 +334,7 @@ def _torchs_safety_is_on() -> None:
 def operation_names() -> frozenset[str]:
     """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: operations in ``megatron_npu/ops``, and groups.
 
-    They are read from the source files, because settings are checked before any operation is imported.
+    The names are read from the source files, because settings are checked before any operation is imported.
     """
     names: set[str] = set()
     for file in sorted((Path(__file__).parents[1] / "ops").rglob("*.py")):
@@ -349,8 +356,7 @@ def verified_operations() -> frozenset[str]:
     unknown = sorted(names - {"all"} - operation_names()) if names - {"all"} else []
     if unknown:
         raise UsageError(
-            f"{VERIFY.name}={','.join(sorted(names))}",
-            f"all, or names from {', '.join(sorted(operation_names()))}",
-            f"Correct or remove {', '.join(unknown)}.",
+            f"{VERIFY.name} contains unknown operations: {', '.join(unknown)}",
+            remedy=f"Correct or remove them. Use all, or names from {', '.join(sorted(operation_names()))}.",
         )
     return names

@@ -160,8 +160,8 @@ def _is_being_written(folder: Path) -> bool:
 @functools.cache
 def _tell_of_none(folder: Path) -> None:
     print(
-        f"megatron_npu: {folder} has no {NAME}, so damage to its files may not be detected; `megatron-npu "
-        "checkpoint sum` writes it for a checkpoint that you trust",
+        f"megatron_npu: {folder} has no {NAME}, so that damage to its files may not be "
+        "detected; `megatron-npu checkpoint sum` writes it for a checkpoint that you trust",
         file=sys.stderr,
         flush=True,
     )
@@ -181,11 +181,7 @@ def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> N
 def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> None:
     found = sorted(set().union(*faults))
     if found:
-        raise UsageError(
-            f"the checkpoint {folder} is damaged: {'; '.join(found)}",
-            f"files as they were saved{f' ({NAME})' if (folder / NAME).is_file() else ''}",
-            remedy,
-        )
+        raise UsageError(f"the checkpoint {folder} is damaged: {'; '.join(found)}", remedy=remedy)
 
 
 def damaged(folder: Path) -> list[str]:
@@ -249,23 +245,25 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and log the skipped ones. Collective.
+    """Return the iteration that ``--load-last-good`` loads, and log the skipped ones.
+
+    All ranks must call this.
 
     Returns:
-        None: there are no checkpoints.
+        The iteration, or None if there are no checkpoints.
 
     Raises:
-        UsageError: there are checkpoints, but none is undamaged.
+        UsageError: there are checkpoints, but none of them is undamaged.
     """
     rank, ranks = _place()
     own = newest_verified(Path(root)) if rank == 0 else None
     iteration, passed = _gathered(own, ranks)[0]
     if iteration is None and passed:
         raise UsageError(
-            f"--load {root} --load-last-good: none of {len(passed)} checkpoints is valid and has checksums",
-            f"at least one whose files match its {NAME}",
-            "Run `megatron-npu checkpoint verify` to see the problem of each; `megatron-npu checkpoint "
-            "sum` writes checksums for a checkpoint that you trust.",
+            f"--load {root} --load-last-good: none of the {len(passed)} checkpoints has files that match "
+            f"its {NAME}",
+            remedy="Run `megatron-npu checkpoint verify` to see the problem of each; `megatron-npu "
+            "checkpoint sum` writes checksums for a checkpoint that you trust.",
         )
     if passed and rank == 0:
         names = ", ".join(map(str, sorted(passed)))
@@ -296,7 +294,7 @@ def _number(path: Path) -> int | None:
 def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
     """Return the rank that verifies each file: its writer, if the same number of ranks wrote the checkpoint.
 
-    The writer also loads that file, so its machine reads it only once. Otherwise ranks take turns.
+    The writer also loads that file, so its machine reads it only once. Otherwise, the ranks take turns.
     """
     found = {name: Path(name) for name in sorted(names)}
     if {_number(path) for path in found.values()} - {None} == {*range(ranks)}:
@@ -307,7 +305,7 @@ def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
 def _read(folder: Path) -> Entries:
     content = json.loads((folder / NAME).read_text(encoding="utf-8"))
     if content["algorithm"] != ALGORITHM:
-        raise ValueError(f"unknown checksum algorithm {content['algorithm']!r}")
+        raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
         raise ValueError("it names files outside its folder")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
@@ -329,7 +327,7 @@ def _size_fault(path: Path, entry: list[int | str]) -> str | None:
 
 
 def _content_fault(path: Path, entry: list[int | str], stop: threading.Event | None) -> str | None:
-    return None if _digest(path, stop) in (entry[1], None) else "has different content than when it was saved"
+    return None if _digest(path, stop) in (entry[1], None) else "has different content from when it was saved"
 
 
 def _entry(path: Path) -> list[int | str]:

@@ -1,4 +1,4 @@
-"""Save checkpoints in parts, each on its machine's own disk (``--save-per-machine``).
+"""Save checkpoints in parts, each on the disk of its machine (``--save-per-machine``).
 
 Ranks that see the same folder under one path share a disk, and the first of them acts for it. Each disk has
 the shards of its own ranks and all small files: index, description, checksums, and ``machine.json``, which
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """Description of which ranks share which disk for a given folder.
+    """Description of the disks of a run for a given folder, and of the ranks that share each of them.
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
@@ -91,7 +91,7 @@ def save_into(folder: Path) -> None:
 
 
 def forget() -> None:
-    """Let later saves use one shared folder again."""
+    """Make later saves use one shared folder again."""
     _run.saves_into = None
 
 
@@ -107,7 +107,7 @@ def _found(folder: Path) -> Disks | None:
     marks = _gathered((mark.name, socket.gethostname(), error))
     faults = [f"{host}: {fault}" for _, host, fault in marks if fault]
     if faults:
-        raise UsageError(f"{folder} on {faults[0]}", "a writable directory", "Use another path.")
+        raise UsageError(f"the directory {folder} is not writable on {faults[0]}", remedy="Use another path.")
     seen = _gathered(_seen(folder, [name for name, _, _ in marks]))
     mark.unlink(missing_ok=True)
     of_rank = tuple(min(each) for each in seen)
@@ -139,7 +139,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def absent(folder: Path) -> dict[str, str]:
-    """Return the checkpoint files that are on other machines, with the machine; empty if none are."""
+    """Return the checkpoint files that are on other machines, with the machine of each; empty if none are."""
     elsewhere = _record(folder).get("elsewhere")
     if not isinstance(elsewhere, dict):
         return {}
@@ -152,7 +152,8 @@ def told(folder: Path) -> str | None:
     if not away:
         return None
     return (
-        f"only a part of it, saved by {_record(folder).get('host')}; {len(away)} files are on {_listed(away)}"
+        f"only a part of a checkpoint, saved by {_record(folder).get('host')}; {len(away)} of "
+        f"its files are on {_listed(away)}"
     )
 
 
@@ -160,13 +161,13 @@ def require_whole(folder: Path) -> None:
     """Check that a checkpoint to be read by one process is complete and not one machine's part.
 
     Raises:
-        UsageError: the folder holds only a part.
+        UsageError: the folder contains only a part.
     """
     if part := told(folder):
         raise UsageError(
-            f"{folder} is {part}",
-            "a complete checkpoint",
-            "Join the parts with `megatron-npu checkpoint gather`, or load it on the machines that saved it.",
+            f"{folder} is {part}; a complete checkpoint is required",
+            remedy="Join the parts with `megatron-npu checkpoint gather`, or load it on the machines "
+            "that saved it.",
         )
 
 
@@ -188,7 +189,7 @@ def _listed(away: Mapping[str, str]) -> str:
 def complete(folder: Path) -> None:
     """Copy small files of a checkpoint to every machine, with the list of files on other machines.
 
-    All ranks must call this after all have written; it does nothing if they share one folder.
+    All ranks must call this after all of them have written. It has no effect if they share one folder.
 
     Raises:
         FileNotFoundError: the index names a shard that no machine has. Raised on all ranks.
@@ -237,7 +238,7 @@ def publish(tracker: Path) -> None:
 
 
 def _is_shard(name: str) -> bool:
-    """Return whether a file is kept only on the machine of the rank that wrote it."""
+    """Return True if a file is kept only on the machine of the rank that wrote it."""
     return name.endswith(".distcp") or name.startswith("mp_rank_")
 
 
@@ -251,7 +252,10 @@ def _names(folder: Path) -> list[str]:
 
 
 def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
-    """Send a file to the other ranks of a group; only ranks with ``wanted`` write it. Collective."""
+    """Send a file to the other ranks of a group; only ranks with ``wanted`` write it.
+
+    All ranks of the group must call this.
+    """
     is_source = dist.get_rank() == source
     size = [path.stat().st_size if is_source else 0]
     dist.broadcast_object_list(size, source, group=group)
@@ -279,7 +283,7 @@ def whole(folder: Path | None) -> Iterator[None]:
     Machines that have parts send each other the missing files, which are removed after the block.
 
     Args:
-        folder: the checkpoint folder; None on all ranks: there is nothing to load.
+        folder: the checkpoint folder, or None on all ranks if there is nothing to load.
 
     Raises:
         UsageError: some files are on no machine. Raised on all ranks.
@@ -303,9 +307,10 @@ def whole(folder: Path | None) -> Iterator[None]:
         if missing := sorted(set().union(*filter(None, every))):
             raise UsageError(
                 f"{folder}: {len(missing)} files of the checkpoint are on none of these machines, for "
-                f"example {missing[0]}",
-                "the machines that saved it (--save-per-machine), or all of their parts",
-                "Start the run on those machines, or join the parts with `megatron-npu checkpoint gather`.",
+                f"example {missing[0]}; a checkpoint saved with --save-per-machine must be loaded on the "
+                "machines that saved it",
+                remedy="Start the run on those machines, or join the parts with `megatron-npu "
+                "checkpoint gather`.",
             )
         yield
         dist.barrier()  # others of this machine read the same files
@@ -315,7 +320,7 @@ def whole(folder: Path | None) -> Iterator[None]:
 
 
 def _bring(folder: Path, disks: Disks, brought: list[Path]) -> list[str]:
-    """Fetch the files that this rank's disk lacks; return those that no machine has."""
+    """Fetch the files that are missing on this rank's disk; return those that no machine has."""
     listed: list[Any] = [None] * len(disks.hosts)
     dist.all_gather_object(listed, (_names(folder), sorted(absent(folder))), group=disks.group)
     places = {first: set(own) for first, (own, _) in zip(disks.hosts, listed, strict=True)}

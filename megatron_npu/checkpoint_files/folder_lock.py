@@ -19,9 +19,9 @@ _held: set[int] = set()  # descriptors
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder, creating it if necessary; return the lock, which ``release`` takes.
+    """Lock a folder, creating it if necessary, and return the lock, which is passed to ``release``.
 
-    Returns None if the file system has no locks: no run is rejected then.
+    The result is None if the file system has no locks; no run is rejected in this case.
 
     Raises:
         UsageError: another run holds the lock.
@@ -37,9 +37,9 @@ def hold(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise UsageError(
-            f"--save {folder}: another run is writing there (it holds {folder / NAME})",
-            "a separate folder for each run",
-            "Wait for that run or stop it, or use another folder.",
+            f"another run is writing to --save {folder} (it holds {folder / NAME}); each run requires its "
+            "own folder",
+            remedy="Wait for that run or stop it, or use another folder.",
         ) from None
     except OSError:
         os.close(descriptor)
@@ -49,7 +49,7 @@ def hold(folder: Path) -> int | None:
 
 
 def _opened(path: Path) -> int:
-    """Open the lock file, creating it if needed; open another user's file, or their link, read-only."""
+    """Open the lock file, creating it if necessary; a file or link of another user is opened read-only."""
     try:
         return files.own_opener(str(path), os.O_RDWR | os.O_CREAT)
     except PermissionError:
@@ -57,7 +57,7 @@ def _opened(path: Path) -> int:
 
 
 def held() -> bool:
-    """Return whether this process has locked a folder."""
+    """Return True if this process has locked a folder."""
     return bool(_held)
 
 

@@ -12,24 +12,26 @@ from megatron_npu.checkpoint_files import checksums, disks, index
 
 
 def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
-    """Copy the parts of one checkpoint into a new folder; return it and its number of files.
+    """Copy the parts of one checkpoint into a new folder; return the folder and its number of files.
 
     Args:
         parts: the iteration's folder on each machine's disk.
         root: the folder in which to create a folder of the same name.
 
     Raises:
-        UsageError: the parts do not belong together, a file is missing or damaged, or the folder exists
-            already.
+        UsageError: the parts do not belong together, a file is missing or damaged, or the folder already
+            exists.
     """
     place = root / parts[0].name
     if place.exists():
-        raise UsageError(f"--into: {place} already exists", "a new folder", "Use another folder.")
+        raise UsageError(
+            f"the folder {place}, which --into names, already exists", remedy="Use another folder."
+        )
     if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
         raise UsageError(
             f"{parts[0]} and {strange} are not parts of one checkpoint: their indices or checksums differ",
-            "the folders of one run with --save-per-machine",
-            "Pass folders of one run, and with --ckpt-step an iteration that all of them have.",
+            remedy="Pass folders of one run with --save-per-machine, and with --ckpt-step an iteration "
+            "that all of them have.",
         )
     found = _files(parts)
     with files.new_folder(place) as folder:
@@ -38,21 +40,20 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
             shutil.copy2(source, folder / name)
         if faults := checksums.damaged(folder):
             raise UsageError(
-                f"{parts[0].name}: {'; '.join(faults)}",
-                "undamaged parts",
-                "`megatron-npu checkpoint verify` shows which part is damaged; use an older iteration.",
+                f"the part {parts[0].name} is damaged: {'; '.join(faults)}",
+                remedy="Use an older iteration; `megatron-npu checkpoint verify` shows the damaged part.",
             )
     return place, len(found)
 
 
 def _identity(part: Path) -> tuple[str, list[bytes]]:
-    """Return what must be identical in all parts of one save."""
+    """Return the values that must be identical in all parts of one save."""
     paths = [part / name for name in (checksums.NAME, index.NAME)]
     return part.name, [path.read_bytes() for path in paths if path.is_file()]
 
 
 def _files(parts: Sequence[Path]) -> dict[str, Path]:
-    """Return where each file of the checkpoint is.
+    """Return the location of each file of the checkpoint.
 
     Raises:
         UsageError: some files are in none of the parts.
@@ -68,8 +69,7 @@ def _files(parts: Sequence[Path]) -> dict[str, Path]:
     if away:
         name, host = min(away.items())
         raise UsageError(
-            f"{name} is in none of the parts ({len(away)} files are missing): it is on {host}",
-            "the folder of every machine",
-            "Add the folder of that machine.",
+            f"{len(away)} files are in none of the parts; one of them is {name}, which is on {host}",
+            remedy="Add the folder of that machine.",
         )
     return found

@@ -1,7 +1,7 @@
-"""Read the checkpoint of a hybrid model into a GPT: two layers in the file are one layer of the model.
+"""Read the checkpoint of a hybrid model into a GPT model, in which one layer corresponds to two in the file.
 
 Megatron-LM deprecates ``GPTModel`` in favor of ``HybridModel``, whose layer pattern ``*-*-`` (``*E*E`` with
-experts) computes the same as a GPT with two layers. The hybrid keeps the attention of layer *i* in its layer
+experts) computes the same as a GPT with two layers. The hybrid stores the attention of layer *i* in its layer
 *2i*, and the MLP in *2i + 1*. Upstream's main branch loads a GPT checkpoint into a hybrid, not the reverse.
 """
 
@@ -21,36 +21,36 @@ _AS_A_GPT = re.compile(r"(\*-)+|(\*E)+")
 
 
 def layers_of_gpt(pattern: str) -> int:
-    """Return the number of layers of the GPT that computes the same as a hybrid with ``pattern``.
+    """Return the number of layers of the GPT model that is equivalent to a hybrid with ``pattern``.
 
     Args:
-        pattern: ``--hybrid-layer-pattern``; ``|`` between pipeline stages.
+        pattern: the value of ``--hybrid-layer-pattern``, with ``|`` between pipeline stages.
 
     Raises:
-        UsageError: no GPT computes the same.
+        UsageError: no GPT model is equivalent.
     """
     layers = pattern.replace("|", "")
     if not _AS_A_GPT.fullmatch(layers):
         raise UsageError(
-            f"a checkpoint of a hybrid model with the layer pattern {pattern}",
-            "attention and MLP in turn (*-*-), or attention and experts (*E*E): models with other patterns "
-            "are not GPT models",
-            "Load it with pretrain_hybrid.py.",
+            f"the checkpoint is of a hybrid model with the layer pattern {pattern}, which is not a GPT "
+            "model; only alternating attention and MLP layers (*-*-), or attention and experts (*E*E), "
+            "are supported",
+            remedy="Load it with pretrain_hybrid.py.",
         )
     return len(layers) // 2
 
 
 def is_of_hybrid(keys: Iterable[str]) -> bool:
-    """Return whether a checkpoint's weights are those of a hybrid, judging by their names."""
+    """Return True if a checkpoint's weights are those of a hybrid model, judging by their names."""
     return any(key.startswith(_FINAL_NORM) for key in keys)
 
 
 def point_at(wanted: dict[str, Any]) -> None:
-    """Map a GPT's weights and optimizer state to where a hybrid's checkpoint stores them.
+    """Map a GPT's weights and optimizer state to the places where a hybrid's checkpoint stores them.
 
     Args:
         wanted: the ``sharded_state_dict`` of a model or optimizer. Keys and axes are changed in place; the
-            names under which the model finds its weights are not.
+            names under which the model finds its weights are not changed.
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint in torch's format: find which shards it names, without unpickling it."""
+"""Find the shards that the index of a checkpoint in torch's format names, without unpickling the index."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def shards(folder: Path) -> set[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """Return the shards named in the index but missing in the folder."""
+    """Return the shards that the index names but that are missing in the folder."""
     return sorted(name for name in shards(folder) if not (folder / name).is_file())

@@ -1,4 +1,4 @@
-"""Remove a checkpoint so that an interrupted removal never leaves one that looks complete."""
+"""Remove a checkpoint so that an interrupted removal never leaves one that appears to be complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or path} cannot be removed ({error.strerror})",
-            "a folder with write permission",
-            "Change its permissions, or remove it manually.",
+            f"{error.filename or path} cannot be removed ({error.strerror}); its folder must be writable",
+            remedy="Change the permissions, or remove it manually.",
         ) from error

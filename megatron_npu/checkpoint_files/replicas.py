@@ -1,8 +1,8 @@
 """Check that weights and gradients of data-parallel replicas are bitwise identical.
 
-If a bit flips in a rank's memory, a core computes wrong results, or a program changes weights on one rank
-only, no error is raised, but the replicas diverge. Each rank sends a 16-byte digest; if they differ, digests
-of all tensors follow, to name the first differing tensor and the ranks with another value.
+If a bit flips in a rank's memory, a core computes incorrect results, or a program changes weights on one rank
+only, no error is raised, but the replicas diverge. Each rank sends a 16-byte digest; if the digests differ,
+digests of all tensors follow, to identify the first differing tensor and the ranks with another value.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class ReplicasDifferError(RuntimeError):
-    """Replicas have diverged; continuing would train several different models.
+    """Raised when replicas have diverged, because continuing would train several different models.
 
     Args:
         what: ``weight`` or ``gradient of``.
-        name: name of the first tensor that differs.
+        name: the name of the first tensor that differs.
         ranks: all ranks, grouped by equal values; the largest group first.
-        others: how many other tensors differ.
+        others: the number of other tensors that differ.
     """
 
     def __init__(self, what: str, name: str, ranks: Sequence[Sequence[int]], others: int) -> None:
         self.what, self.name, self.ranks, self.others = what, name, ranks, others
         super().__init__(
             f"the {what} {name} differs between data-parallel ranks: "
-            f"{_sides(ranks)}{f'; other affected tensors: {others}' if others else ''}. A device or its "
-            "memory is faulty, or the program changed only one rank: test that machine, and resume from an "
-            "earlier checkpoint."
+            f"{_sides(ranks)}{(f'; other affected tensors: {others}' if others else '')}. "
+            "Either a device or its memory is faulty, or the program changed the tensor on "
+            "only one rank: test that machine, and resume from an earlier checkpoint."
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:
@@ -63,7 +63,7 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
     Args:
         what: ``weight`` or ``gradient of``.
         named: names and tensors, in the same order on all ranks.
-        group: the ranks; None: all.
+        group: the ranks. If None, all ranks.
 
     Raises:
         ReplicasDifferError: the tensors differ; raised on every rank of the group.
@@ -76,7 +76,7 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return a 16-byte digest of every bit of a tensor, of any shape and dtype, on any device."""
+    """Return a 16-byte digest of every bit of a tensor with any shape and dtype, on any device."""
     import xxhash
 
     host: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -129,8 +129,8 @@ def check_megatron(chunks: Sequence[nn.Module]) -> None:
 def check_megatron_gradients(chunks: Sequence[Any]) -> None:
     """Check the reduced gradients of a Megatron model, before the optimizer's step.
 
-    With the distributed optimizer there is nothing to compare, because each rank has only its own part of the
-    sums.
+    With the distributed optimizer, there is nothing to compare, because each rank has only its own part of
+    the sums.
 
     Args:
         chunks: the model chunks of this rank, each with ``ddp_config``.

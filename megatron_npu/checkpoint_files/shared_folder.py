@@ -1,8 +1,8 @@
 """Check that all ranks of a run see the same shared folder, and raise a one-line error if they do not.
 
-Machines with separate disks under the same path would each write a part of a checkpoint, which would go
-unnoticed until it is loaded. On a network file system, a rank that does not see a file retries for a while,
-because such file systems cache missing entries for some seconds.
+Machines with separate disks under the same path would each write a part of a checkpoint, which would remain
+unnoticed until the checkpoint is loaded. On a network file system, a rank that does not see a file retries
+for a while, because such file systems cache missing entries for some seconds.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
     seen = views(folder)
     if not all(each for each, _ in seen):
         raise UsageError(
-            f"{flag} {folder}: what {seen[0][1]} (rank 0) writes there is not visible on "
-            f"{_machines(seen, lambda own: not own)}",
-            _SHARE,
-            f"Mount it on every machine under this path, or use a shared folder{otherwise}.",
+            f"{flag} {folder} must be {_SHARE}, but what {seen[0][1]} (rank 0) writes there is not visible "
+            f"on {_machines(seen, lambda own: not own)}",
+            remedy=f"Mount it on every machine under this path, or use a shared folder{otherwise}.",
         )
 
 
 def views(folder: Path) -> list[tuple[bool, str]]:
-    """Return whether each rank sees a file that rank 0 creates in a folder, with the rank's host name.
+    """Return, for each rank, whether it sees a file that rank 0 creates in a folder, and its host name.
 
     All ranks must call this. The list is empty if there is one rank, or if rank 0 cannot create the file.
     """
@@ -81,7 +80,7 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
     Args:
         flag: the flag that names the folder.
         folder: the folder as given.
-        found: name of the checkpoint that this rank found; None: it found none.
+        found: the name of the checkpoint that this rank found, or None if it found none.
 
     Raises:
         UsageError: ranks found different checkpoints; raised on all ranks, naming the machines.
@@ -96,9 +95,9 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
             for kind in kinds
         )
         raise UsageError(
-            f"{flag} {folder}: ranks find different contents there: {'; '.join(told)}",
-            f"{_SHARE}, or the same checkpoint on each machine",
-            "Mount it on every machine under this path, or copy the whole checkpoint to each of them.",
+            f"{flag} {folder} must be {_SHARE}, or hold the same checkpoint on each machine, but the ranks "
+            f"find different contents there: {'; '.join(told)}",
+            remedy="Mount it on every machine under this path, or copy the whole checkpoint to each of them.",
         )
 
 
@@ -106,7 +105,7 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
     """Check that every rank sees the files that any rank wrote to a folder. All ranks must call this.
 
     Args:
-        folder: folder of a checkpoint written by all ranks.
+        folder: the folder of a checkpoint written by all ranks.
         names: the files that this rank knows of.
 
     Raises:
@@ -120,13 +119,13 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
     if any(own for own, _ in missing):
         lost = next(own[0] for own, _ in missing if own)
         raise FileNotFoundError(
-            f"{folder / lost}, written by another rank, is not visible on {_machines(missing, bool)}: "
+            f"{folder / lost}, written by another rank, is not visible on {_machines(missing, bool)}; "
             f"--save must be {_SHARE}"
         )
 
 
 def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
-    """Return whether a condition on a folder holds, waiting for network file systems to catch up."""
+    """Return True if a condition on a folder holds, after waiting for network file systems to catch up."""
     if holds():
         return True
     end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]
@@ -138,7 +137,7 @@ def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
 
 
 def _made(folder: Path) -> Path | None:
-    """Create a new file in a folder, creating the folder if needed; return None if this fails."""
+    """Create a new file in a folder, creating the folder if necessary; return None if this fails."""
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +163,7 @@ def _gathered(own: Any) -> list[tuple[Any, str]]:
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Name the machines with a rank for whose value ``of`` is true, each with its first such rank."""
+    """Name the machines that have a rank for whose value ``of`` is True, each with its first such rank."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

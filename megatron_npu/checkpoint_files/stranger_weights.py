@@ -1,7 +1,7 @@
-"""Check downloaded weights: compare them with the published hash, and look for implausible values.
+"""Check downloaded weights: compare them with the published hash, and search for implausible values.
 
 A ``model.safetensors`` contains no checksum, but the hub has the SHA-256 of each large file: its cache uses
-it as the file name, and ``hf download --local-dir`` stores it beside the file.
+the SHA-256 as the file name, and ``hf download --local-dir`` stores it beside the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def require_as_downloaded(folder: Path) -> int:
-    """Compare the weights in a folder with the hub's checksums, if it has any; return how many were compared.
+    """Compare the weights in a folder with the hub's checksums, if there are any.
+
+    Return the number of files that were compared.
 
     Raises:
         UsageError: a file differs from the published one.
@@ -39,9 +41,8 @@ def require_as_downloaded(folder: Path) -> int:
         known += 1
         if _sha256(file) != digest:
             raise UsageError(
-                f"{file} is damaged: its SHA-256 differs from the hub's",
-                f"SHA-256 {digest[:16]}…",
-                "Remove it and download it again.",
+                f"{file} is damaged: its SHA-256 differs from the hub's ({digest[:16]}…)",
+                remedy="Remove it and download it again.",
             )
     return known
 
@@ -67,7 +68,7 @@ def _sha256(file: Path) -> str:
 
 
 def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Log which weights have values that no trained model has; return their names.
+    """Log the weights with values that no trained model has, and return their names.
 
     Args:
         where: the source of the weights.
@@ -76,10 +77,10 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
     found = {name: largest for name, tensor in weights if (largest := _largest(tensor)) > MOST}
     if found:
         name, largest = next(iter(found.items()))
-        more = f", and {len(found) - 1} more are like it" if len(found) > 1 else ""
+        more = f", and {len(found) - 1} more weights have such values" if len(found) > 1 else ""
         print(
-            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}; the weights of "
-            f"trained models stay below {MOST:g}. The file may be damaged.",
+            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}, but "
+            f"the weights of trained models stay below {MOST:g}. The file may be damaged.",
             file=sys.stderr,
             flush=True,
         )
@@ -97,7 +98,7 @@ def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value; infinity if the tensor contains NaN."""
+    """Return the largest absolute value, or infinity if the tensor contains NaN."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return 0.0
     least, most = torch.aminmax(tensor.detach())

@@ -17,7 +17,7 @@ def tell_of_newer(place: Path) -> None:
     Only checkpoints with checksums count, because checksums are written last.
 
     Args:
-        place: folder of that checkpoint, such as ``iter_0000003``.
+        place: the folder of that checkpoint, such as ``iter_0000003``.
     """
     own = _iteration(place)
     if own is None or os.environ.get("RANK", "0") != "0":
@@ -26,9 +26,9 @@ def tell_of_newer(place: Path) -> None:
     newer = sorted(number for number in map(_iteration, others) if number is not None and number > own)
     if newer:
         print(
-            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but there are "
-            f"newer checkpoints: {', '.join(map(str, newer))}. Unless the tracker was set back on purpose, "
-            f"write {newer[-1]} there.",
+            f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but "
+            f"there are newer checkpoints: {', '.join(map(str, newer))}. Write {newer[-1]} to "
+            "it, unless it was set back on purpose.",
             file=sys.stderr,
             flush=True,
         )

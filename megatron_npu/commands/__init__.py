@@ -1,1 +1,1 @@
-"""``megatron-npu COMMAND``: the table of commands, and the commands that have no package of their own."""
+"""The table of ``megatron-npu`` commands, and the commands that have no package of their own."""

@@ -83,14 +83,14 @@ _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 TERMINATED = 143  # the same of SIGTERM
 _OURS = (
-    "a package that megatron_npu declares",
+    "it is declared as a dependency of megatron_npu",
     f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for another "
     "Python, this torchrun uses the wrong one: run python -m torch.distributed.run instead.",
 )
 _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
-        "torch, which this command needs",
+        "this command requires it",
         "Install the build for your device (README, section Which torch). The commands check and --help "
         "work without it.",
     ),
@@ -172,8 +172,9 @@ def _usage() -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1) or COMMANDS
-    return UsageError(f"unknown command {name!r}", ", ".join(near), "See `megatron-npu --help`.")
+    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
+    meant = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
+    return UsageError(f"unknown command {name!r}", remedy=f"{meant} See `megatron-npu --help`.")
 
 
 def _for_absent_scripts(argv: list[str]) -> list[str]:
@@ -182,7 +183,8 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
     if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
         return argv
     print(
-        f"megatron-npu run: no {script} here; running `megatron-npu generate`, which takes its flags",
+        f"megatron-npu run: {script} does not exist here; running `megatron-npu generate`, "
+        "which accepts its flags",
         file=sys.stderr,
     )
     return ["generate", *argv[2:]]
@@ -315,14 +317,14 @@ def _write_whole_lines() -> None:
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error for a required package that is missing in one of our modules, or None."""
+    """Return the error for a required package that one of our modules cannot import, or None."""
     name = error.name or ""
     asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [module for module in asking if not module.startswith("importlib")]
     if not asking[-1].startswith(f"{__name__.partition('.')[0]}.") or name not in _REQUIRED:
         return None
-    expected, remedy = _REQUIRED[name]
-    return UsageError(f"the package {name} is not installed", expected, remedy)
+    reason, remedy = _REQUIRED[name]
+    return UsageError(f"the package {name} is not installed, but {reason}", remedy=remedy)
 
 
 def _run(argv: list[str]) -> int:

@@ -84,7 +84,7 @@ class _Module(types.ModuleType):
 
 
 class _Inert(type):
-    """The metaclass of names in inert modules. They are classes, so that others can inherit from them."""
+    """The metaclass of names in inert modules. They are classes, so that classes can inherit from them."""
 
     def __getattr__(cls, name: str) -> Any:
         return _inert(name, f"{cls.__module__}.{cls.__qualname__}")

@@ -22,7 +22,7 @@ from megatron_npu import adaptors, plugin
 from megatron_npu.adaptors.patch_names import called, of_the_guide
 from megatron_npu.base import files, settings
 from megatron_npu.base.arg_parser import Parser
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 from megatron_npu.patching.ledger import Ledger
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.patch import Patch
@@ -123,11 +123,11 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         files.write(path, pinned.json())
     except OSError as error:
         raise UsageError(
-            f"{directory} ({error})", "a writable folder", "Pass another folder with --output."
+            f"the folder {directory} is not writable ({error})", remedy="Pass another folder with --output."
         ) from error
     print(f"{path}: {len(pinned.targets)} targets pinned")
     for target in missing:
-        print(f"{target}: not found, not pinned", file=sys.stderr)
+        print(f"{target}: not found, therefore not pinned", file=sys.stderr)
     return int(bool(missing))
 
 
@@ -204,14 +204,16 @@ def _find(options: argparse.Namespace) -> Upstream:
 def _records(found: Upstream) -> list[Patch]:
     """Import the adaptors, which only records patches, and return the patches for this upstream version."""
     if found.name not in megatrons.NAMES:
-        raise UsageError(f"unknown upstream {found.name}", " or ".join(megatrons.NAMES), "Check --upstream.")
+        raise UsageError(
+            f"unknown upstream {found.name}; --upstream must be {either(megatrons.NAMES)}",
+            remedy="Check --upstream.",
+        )
     adaptors.register(found.name)
     patches = [patch for patch in registry.patches if patch.is_for(found.name, found.version)]
     if not patches:
         raise UsageError(
-            f"no patch is recorded for {found.name} {found.version}",
-            "a supported version",
-            "Check --upstream.",
+            f"no patches exist for {found.name} {found.version}, which is not a supported version",
+            remedy="Check --upstream.",
         )
     return patches
 
@@ -231,7 +233,7 @@ def _load_pins(found: Upstream) -> Pins:
     try:
         return Pins.load(plugin.pins_directory(), found.name, found.version)
     except PinError as error:
-        raise UsageError(str(error), "a pin file", "Write it again with megatron-npu pin.") from error
+        raise UsageError(str(error), remedy="Write it again with megatron-npu pin.") from error
 
 
 def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
@@ -247,7 +249,7 @@ def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
 
 
 def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
-    """Import ``modules`` with the hook armed: by default ``named``, or else every module that has patches."""
+    """Import ``modules`` with the hook armed: by default ``named``, or else every module with patches."""
     if str(found.root) not in map(os.path.realpath, sys.path):
         sys.path.insert(0, str(found.root))
     sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
@@ -272,10 +274,12 @@ def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
         raise
     except ModuleNotFoundError as error:
         if asked and error.name == name:
-            raise UsageError(f"no module {name}", f"a module of {found.root}", "Check --import.") from error
+            raise UsageError(
+                f"there is no module {name} in {found.root}", remedy="Check --import."
+            ) from error
         return str(error)
     except DriftError as error:
-        return f"{', '.join(error.targets)} drifted, see the failed patches"
+        return f"{', '.join(error.targets)} drifted; see the failed patches"
     except Exception as error:  # whatever an upstream module may raise belongs in the ledger
         return f"{type(error).__name__}: {error}"
     return None
@@ -353,7 +357,7 @@ def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
 
 
 def _pins_in_words(found: Upstream) -> str:
-    """Describe which versions' pins are used: this version's and, if needed, those of others."""
+    """Describe the versions whose pins are used: this version's and, if needed, those of others."""
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:

@@ -1,4 +1,7 @@
-"""``megatron-npu run SCRIPT ARGS…``: run an unmodified script on this machine's device, with patches."""
+"""Implementation of ``megatron-npu run SCRIPT ARGS…``, which runs an unmodified script with patches.
+
+The script runs on this machine's device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.base import settings
+from megatron_npu.base import files, settings
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import extension_locks, python_child, visible_devices
@@ -43,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script; return 0 (if it raises SystemExit, this process ends with the same code).
+    """Run the script, and return 0. If it raises SystemExit, this process ends with the same code.
 
     Raises:
         UsageError: the script is missing or not given, is a stock script that cannot work here, or the
@@ -59,20 +62,24 @@ def main(argv: list[str]) -> int:
     plugin.install()  # for spawned children too; other processes follow MEGATRON_NPU_AUTOLOAD
     if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
-    python_child.search_first(str(script.parent))
-    tree, named = stock_tools.tree_of(script), settings.MEGATRON_PATH.get()
-    for checkout in (tree, named):
-        if checkout:
-            sys.path.insert(1, str(checkout))
-    if not named:
-        _require_own_tree(script, tree or script.parent)
+    search_for(script)
+    if not settings.MEGATRON_PATH.get():
+        _require_own_tree(script, stock_tools.tree_of(script) or script.parent)
     sys.argv = options.command
     runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python does from 3.9 on
     return 0
 
 
+def search_for(script: Path) -> None:
+    """Search for modules in the folder of a script and in its Megatron first."""
+    python_child.search_first(str(script.parent))
+    for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
+        if checkout:
+            sys.path.insert(1, str(checkout))
+
+
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Reject a script if Python would import another Megatron than the script's own.
+    """Reject a script if Python would import a Megatron other than the script's own.
 
     Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
     later), regardless of their order on the path.
@@ -82,17 +89,23 @@ def _require_own_tree(script: Path, tree: Path) -> None:
     if own and imported and imported.root != own.root:
         raise UsageError(
             f"{script.name} belongs to {own.name} {own.version} ({tree}), but `import megatron` finds "
-            f"{imported.name} {imported.version} ({imported.root}) first",
-            "the script's own Megatron",
-            f"Remove {imported.root} from PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the right one.",
+            f"{imported.name} {imported.version} ({imported.root}) first; a script must run with its own "
+            "Megatron",
+            remedy=f"Remove {imported.root} from PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the "
+            "right one.",
         )
 
 
 def _script(command: list[str]) -> Path:
-    """Return the script that a command line begins with, with links resolved."""
+    """Return the script at the beginning of a command line, with links resolved."""
     if not command:
-        raise UsageError("no script", "SCRIPT ARGUMENTS...", "For example: megatron-npu run pretrain_gpt.py")
+        raise UsageError(
+            "no script was given",
+            remedy="Pass a script and its arguments, for example: megatron-npu run pretrain_gpt.py.",
+        )
     script = Path(command[0])
     if not script.is_file():
-        raise UsageError(f"no script {script}", "the path of a Python file", "Check the path.")
+        raise UsageError(
+            f"the script {script} does not exist, or is not a file", remedy=files.nearest(script)
+        )
     return script.resolve()

@@ -1,7 +1,7 @@
-"""The guide's ``pretrain_gpt.py`` and ``main.py``: run the stock script of the same name.
+"""Support for the guide's ``pretrain_gpt.py`` and ``main.py``, which run the stock script of the same name.
 
 The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script, and
-``pretrain_gpt.py`` over the stock one, which is then read from git.
+``pretrain_gpt.py`` over the stock script, which is then read from git.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_npu.commands import cli
 
 
 def main(file: str, name: str) -> int:
-    """Run a stock script with this process's arguments; return its exit code, 2 if the script is not found.
+    """Run a stock script with this process's arguments; return its exit code, which is 2 if it is not found.
 
     Args:
         file: the replacement script, in ``tests_gpt`` or moved into the root of Megatron-LM.
-        name: path of the stock script, relative to the root of Megatron-LM.
+        name: the path of the stock script, relative to the root of Megatron-LM.
     """
     standing = Path(file).resolve()
     try:
@@ -43,9 +43,9 @@ def _checkout(standing: Path, name: str) -> Path:
         if (root / name).is_file() and (root / "megatron").is_dir():
             return root.resolve()
     raise UsageError(
-        f"no {name} from Megatron-LM in {' or '.join(map(str, roots))}",
-        "the root of a Megatron-LM checkout",
-        f"Clone this project inside one, as the guide does, or set {settings.MEGATRON_PATH.name}.",
+        f"{' or '.join(map(str, roots))} contains no {name} from Megatron-LM; the root of a Megatron-LM "
+        "checkout is required",
+        remedy=f"Clone this project inside one, as the guide does, or set {settings.MEGATRON_PATH.name}.",
     )
 
 
@@ -69,7 +69,7 @@ def _committed(root: Path, name: str) -> bytes:
         raise UsageError(
             f"{root / name} was overwritten by the file with the same name from tests_gpt, and git has no "
             f"stock version of it ({reason or 'the committed file is ours too'})",
-            "a git checkout of Megatron-LM",
-            f"Restore the stock {name}, or set {settings.MEGATRON_PATH.name} to another checkout.",
+            remedy=f"Restore the stock {name}, or set {settings.MEGATRON_PATH.name} to another checkout "
+            "of Megatron-LM.",
         )
     return content

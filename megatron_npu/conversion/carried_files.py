@@ -81,8 +81,7 @@ def _inside(path: Path, folder: Path) -> Path:
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(real.is_relative_to(place) for place in allowed):
         raise UsageError(
-            f"{path} is a link to {real}",
-            f"a regular file, or a link to a file in {folder}",
-            "Copy the file itself there if it belongs to the model.",
+            f"{path} is a link to {real}, but it must be a regular file, or a link to a file in {folder}. "
+            "If the file belongs to the model, copy it into the folder."
         )
     return real

@@ -31,15 +31,20 @@ def parser() -> argparse.ArgumentParser:
     add(
         "source",
         metavar="SOURCE",
-        help="checkpoint to convert; hf: a folder with config.json; megatron: the folder given to --save",
+        help=(
+            "checkpoint to convert: with --from hf, a folder with config.json; with --from megatron, the "
+            "folder that was passed to --save"
+        ),
     )
     add("destination", metavar="DESTINATION", help="folder to create; it must not exist")
     add("--dtype", choices=weights.DTYPES, help="dtype of the converted weights (default: keep the source's)")
     add(
         "--proof",
         choices=["logits", "tensors"],
-        help="how to verify the result; logits: run both models and compare (default if "
-        "transformers is installed); tensors: compare weights only",
+        help=(
+            "how to verify the result: logits runs both models and compares their logits (the default if "
+            "transformers is installed); tensors compares only the weights"
+        ),
     )
     add(
         "--make-vocab-size-divisible-by",
@@ -51,8 +56,10 @@ def parser() -> argparse.ArgumentParser:
         "--ckpt-format",
         choices=["torch_dist", "torch"],
         default="torch_dist",
-        help="checkpoint format to write; torch: one file per rank, as Megatron-LM 285068c8 "
-        "loads it (only with --to megatron)",
+        help=(
+            "checkpoint format to write; torch writes one file per rank, as Megatron-LM 285068c8 loads it "
+            "(only with --to megatron)"
+        ),
     )
     add(
         "--tensor-model-parallel-size",
@@ -70,8 +77,10 @@ def parser() -> argparse.ArgumentParser:
         "--hf-weights",
         choices=list(hf_files.FORMATS),
         default=hf_files.SINGLE,
-        help="file format of the weights; pytorch_model.bin is a pickle, for programs that need one (only "
-        "with --to hf)",
+        help=(
+            "file format of the weights; pytorch_model.bin is a pickle file, for programs that require "
+            "one (only with --to hf)"
+        ),
     )
     add(
         "--max-shard-gb",
@@ -82,13 +91,15 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer-type",
         choices=tokenizer_files.KINDS,
-        help="tokenizer of the result; NullTokenizer: none (only with --to megatron; default: "
-        "detected from the source's files)",
+        help=(
+            "tokenizer of the result; NullTokenizer converts no tokenizer (only with --to megatron; "
+            "default: detected from the source's files)"
+        ),
     )
     add(
         "--eos-token",
         metavar="TEXT",
-        help="end-of-text token, if no source file names one (only with --to megatron)",
+        help="end-of-text token to use if no file of the source specifies one (only with --to megatron)",
     )
     tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (from megatron)")
     return result
@@ -114,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_memory_back() -> None:
-    """Return freed memory to the operating system, because the next model's tensors have other sizes."""
+    """Return freed memory to the operating system, because the next model's tensors differ in size."""
     malloc.return_freed_memory()
     os.environ.setdefault("MEGATRON_NPU_KEEP_MEMORY", "0")
     malloc.map_each_tensor()
@@ -133,9 +144,9 @@ def _enough_memory(source: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and "allocate memory" not in str(error):  # torch's allocator
             raise
         raise UsageError(
-            f"the conversion of {source} does not fit into memory",
-            f"at most the {host_memory.available() / 1e9:.1f} GB that are available",
-            "End other programs, raise a limit of this process (ulimit -v), or use a larger machine.",
+            f"the conversion of {source} does not fit into memory, of which "
+            f"{host_memory.available() / 1e9:.1f} GB are available. End other programs, raise a limit of "
+            "this process (ulimit -v), or use a larger machine."
         ) from error
 
 
@@ -143,27 +154,22 @@ def _check(args: Namespace) -> None:
     """Check the flags as far as this is possible without reading any files."""
     if args.origin == args.target:
         raise UsageError(
-            f"--from {args.origin} --to {args.target}", "two different formats", "Change --from or --to."
+            f"--from and --to must be different formats, but got --from {args.origin} --to {args.target}. "
+            "Change one of them."
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "megatron-npu convert was started in several processes",
-            "a single process: any layout can load the result",
-            "Start it without torchrun.",
+            "megatron-npu convert must run in a single process, but it was started in several. Start it "
+            "without torchrun; any layout can load the result."
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
-        raise UsageError(
-            "--make-vocab-size-divisible-by or --max-shard-gb is not positive",
-            "a positive number",
-            "Change it.",
-        )
+        raise UsageError("--make-vocab-size-divisible-by and --max-shard-gb must be positive.")
     _check_sizes(args)
     hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():
         raise UsageError(
-            "--proof logits, but transformers is not installed",
-            "the package transformers",
-            'pip install "megatron_npu[hf]"',
+            "--proof logits requires the package transformers, which is not installed. Install it: pip "
+            'install "megatron_npu[hf]"'
         )
     _require_new(Path(args.destination))
 
@@ -172,12 +178,14 @@ def _check_sizes(args: Namespace) -> None:
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     if (args.ckpt_format != "torch" or args.target != "megatron") and sizes != (1, 1):
         raise UsageError(
-            f"tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}",
-            "parallel sizes only with --to megatron --ckpt-format torch",
-            "Remove them: any layout can load the result.",
+            f"parallel sizes (here tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}) can be used "
+            "only with --to megatron --ckpt-format torch. Remove them; any layout can load the result."
         )
 
 
 def _require_new(destination: Path) -> None:
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise UsageError(f"{destination} already exists", "a new folder", "Use another name, or remove it.")
+        raise UsageError(
+            f"{destination} already exists, but the destination must be a new folder. Use another name, or "
+            "remove it."
+        )

@@ -67,7 +67,7 @@ class Config:
         self._seen.add(key)
         value = self._values.get(key, default)
         if value is None:
-            raise UsageError(f"{self.path} has no {key}", "a complete config.json", "Add the key.")
+            raise UsageError(f"{self.path} has no {key}, which the conversion requires. Add the key.")
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -162,7 +162,8 @@ class Config:
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
         """Return the error for a value that no Megatron flag can express."""
         return UsageError(
-            f"{self.path}: {key} {_shown(value)}, which cannot be converted", expected, "Nothing was written."
+            f"{self.path}: {key} must be {expected}, but it is {_shown(value)}, which cannot be converted. "
+            "Nothing was written."
         )
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
@@ -175,9 +176,9 @@ class Config:
         rest = [key for key in rest if _HARMLESS_VALUES.get(key, ...) != self._values[key]]
         if rest:
             raise UsageError(
-                f"{self.path}: {', '.join(f'{key} {_shown(self._values[key])}' for key in rest)}",
-                "keys that this conversion supports",
-                "Remove the keys that do not change the model's results; the others cannot be converted.",
+                f"{self.path} has keys that this conversion does not support: "
+                f"{', '.join(f'{key} {_shown(self._values[key])}' for key in rest)}. Remove those that do "
+                "not change the model's results; the others cannot be converted."
             )
 
 
@@ -202,13 +203,13 @@ def read(folder: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise UsageError(
-            f"{path}: the brackets are nested too deeply", "a JSON object", "Get a fresh copy."
+            f"{path} is not a valid JSON object: its brackets are nested too deeply. Get a fresh copy."
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{path}: {reason}", "the config.json of a Hugging Face model", "Pass the model's folder."
+            f"{path} is not the config.json of a Hugging Face model: {reason}. Pass the model's folder."
         ) from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path} is not a JSON object", "an object", "Pass the model's folder.")
+        raise UsageError(f"{path} is not a JSON object. Pass the model's folder.")
     return values

@@ -26,7 +26,9 @@ def of_config(config: Config) -> Family:
         raise config.refusal("model_type", kind, " or ".join(f'"{name}"' for name in FAMILIES))
     if config.has("quantization_config"):
         raise config.refusal(
-            "quantization_config", config.take("quantization_config"), "weights that are not quantized"
+            "quantization_config",
+            config.take("quantization_config"),
+            "absent, because only weights that are not quantized are supported",
         )
     return family
 
@@ -38,8 +40,8 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
 
     Args:
         args: the checkpoint's flags.
-        before: the ``model_type`` of the model that the checkpoint was converted from. It resolves the case
-            in which two families can represent the same model: a Mistral model without a window is also a
+        before: the ``model_type`` of the model that the checkpoint was converted from. It is used if two
+            families can represent the same model: for example, a Mistral model without a window is also a
             valid Llama model.
 
     Raises:
@@ -52,9 +54,8 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
     if len(claiming) != 1:
         together = " and ".join(sorted(traits_of(args)))
         raise UsageError(
-            f"the checkpoint was trained with {together}, but no supported model has this combination",
-            f"the features of one of these model types: {', '.join(FAMILIES)}",
-            "Nothing was written.",
+            f"the checkpoint was trained with {together}, but no supported model has this combination of "
+            f"features; the supported model types are {', '.join(FAMILIES)}. Nothing was written."
         )
     return claiming[0]
 

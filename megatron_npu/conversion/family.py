@@ -97,7 +97,7 @@ class Family(ABC):
 
     @abstractmethod
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
+        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:

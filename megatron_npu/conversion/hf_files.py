@@ -39,9 +39,8 @@ def require(*libraries: str) -> None:
     for library in libraries:
         if not is_installed(library):
             raise UsageError(
-                f"{library} is not installed",
-                "the library that reads and writes these files",
-                'pip install "megatron_npu[hf]"',
+                f"{library} is not installed, but it is required to read and write these files. Install it: "
+                'pip install "megatron_npu[hf]"'
             )
 
 
@@ -123,7 +122,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{file}: {error}", "a safetensors file", "Get a fresh copy.") from error
+        raise UsageError(f"{file} is not a valid safetensors file: {error}. Get a fresh copy.") from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
@@ -132,7 +131,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many kinds, with pages of advice
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{file}: {reason}", "a file that contains only tensors", "Use the safetensors file."
+            f"{file} must contain only tensors, but it cannot be loaded as such: {reason}. Use the "
+            "safetensors file."
         ) from error
 
 
@@ -144,9 +144,8 @@ def _files(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [folder / single]
     raise UsageError(
-        f"{folder} contains no weights",
-        f"{SINGLE}, {INDEX} or {PICKLED}",
-        "Pass the folder of a Hugging Face model.",
+        f"{folder} contains no weights; it must have {SINGLE}, {INDEX} or {PICKLED}. Pass the folder of a "
+        "Hugging Face model."
     )
 
 
@@ -154,14 +153,15 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UsageError(f"{index}: {error}", "a JSON index of weight files", "Get a fresh copy.") from error
+        raise UsageError(
+            f"{index} is not a valid JSON index of weight files: {error}. Get a fresh copy."
+        ) from error
     for name in names:
         # an index must not lead out of its folder
         if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
             raise UsageError(
-                f"{index} lists {name!r}, which is not in its folder",
-                "all listed files in that folder",
-                "Get the missing shard.",
+                f"{index} lists {name!r}, which is not in its folder; all listed files must be in that "
+                "folder. Get the missing shard."
             )
     return [index.parent / name for name in sorted(names)]
 

@@ -83,7 +83,9 @@ class Gpt2(Family):
         must_be(args, "--num-experts", None)
         must_be(args, "--add-attention-bias", False)
         unsupported.no_window(args)
-        must_be(args, "--disable-bias-linear", True, name="add_bias_linear", shown="without this flag")
+        must_be(
+            args, "--disable-bias-linear", True, name="add_bias_linear", shown="without --disable-bias-linear"
+        )
         must_be(args, "--num-query-groups", args.num_attention_heads)
         must_be(args, "--kv-channels", args.hidden_size // args.num_attention_heads)
         return {
@@ -125,11 +127,11 @@ class Gpt2(Family):
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
+        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer, namely a layer's causal mask, which old files contain."""
+        """Return True if a tensor is a buffer: the causal mask of a layer, which old files contain."""
         if name.endswith(".attn.bias") and tensor.dim() == 4:
             return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
         return name.endswith(".attn.masked_bias") and tensor.numel() == 1

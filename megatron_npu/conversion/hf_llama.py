@@ -44,7 +44,7 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 @dataclass(frozen=True)
 class Kind(Family):
-    """Description of one model type: how it differs from the other types.
+    """Description of a model type: the properties in which it differs from the other types.
 
     Attributes:
         architecture: the name of the class in transformers.
@@ -151,7 +151,8 @@ class Kind(Family):
             raise config.refusal(
                 "mlp_bias",
                 True,
-                "attention_bias as well, because Megatron has no flag for a bias only in the MLP",
+                "false unless attention_bias is true, because Megatron has no flag for a bias only in the "
+                "MLP",
             )
         if everywhere:
             return []
@@ -217,16 +218,22 @@ class Kind(Family):
         elif self.window_layers == "all" and SOME_WINDOWS in traits_of(args):
             must_be(args, "--window-attn-skip-freq", None)
         if not self.mlp_bias_key:
-            must_be(args, "--disable-bias-linear", False, name="add_bias_linear", shown="the flag")
+            must_be(
+                args,
+                "--disable-bias-linear",
+                False,
+                name="add_bias_linear",
+                shown="with --disable-bias-linear",
+            )
         if not self.attention_bias_key:
             must_be(args, "--add-attention-bias", False)
         self._check_qkv_bias(args)
         self._check_experts(args)
         if self.whole_heads and args.hidden_size % args.num_attention_heads:
             raise UsageError(
-                f"--hidden-size {args.hidden_size} with {args.num_attention_heads} heads",
-                f"a multiple of the number of heads, which transformers requires for a {self.MODEL_TYPE}",
-                "Nothing was written.",
+                f"--hidden-size must be a multiple of the number of heads ({args.num_attention_heads}), as "
+                f"transformers requires for a {self.MODEL_TYPE} model, but got {args.hidden_size}. Nothing "
+                "was written."
             )
 
     def _check_qkv_bias(self, args: Namespace) -> None:
@@ -279,19 +286,19 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Map the stored names to names in the weight map; both are the same."""
+        """Return a mapping from the stored names to the names in the weight map, which are the same."""
         return {name: name for name in stored}
 
     @staticmethod
     def tied_weights(args: Namespace) -> dict[str, str]:
-        """Return, for each tied tensor that files may contain, the tensor to which it is tied, by name."""
+        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}
 
     @staticmethod
     def is_buffer(name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer, namely the rotary frequencies set by config.json."""
+        """Return True if a tensor is a buffer: the rotary frequencies, which config.json determines."""
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 

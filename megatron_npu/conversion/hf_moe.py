@@ -32,7 +32,7 @@ _ONLY: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureKind(Kind):
-    """Description of one model type with experts: how it differs from the other types.
+    """Description of a model type with experts: the properties in which it differs from the other types.
 
     Attributes:
         experts_keys: the keys of ``config.json`` that may hold the number of experts, the most common key
@@ -85,7 +85,9 @@ class MixtureKind(Kind):
         dense = config.items("mlp_only_layers")
         pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
         if not any(pattern):
-            raise config.refusal("mlp_only_layers", dense, "at least one layer with experts")
+            raise config.refusal(
+                "mlp_only_layers", dense, "a list that leaves at least one layer with experts"
+            )
         return {} if all(pattern) else {"--moe-layer-freq": str(pattern).replace(" ", "")}
 
     def _mixture_switches(self, config: Config) -> list[str]:
@@ -106,8 +108,8 @@ class MixtureKind(Kind):
             raise config.refusal(
                 "num_experts_per_tok",
                 1,
-                "2 or more if scores are normalized to sum to 1: with a single expert, Megatron uses the "
-                "expert's probability, but this model uses 1",
+                "at least 2 if scores are normalized to sum to 1: with a single expert, Megatron uses the "
+                "expert's probability, whereas this model uses 1",
             )
         return whole
 
@@ -132,7 +134,8 @@ class MixtureKind(Kind):
     def _check_experts(self, args: Namespace) -> None:
         if args.num_experts is None:
             raise UsageError(
-                "the checkpoint has no experts", f"the experts of a {self.MODEL_TYPE}", "Nothing was written."
+                f"the checkpoint has no experts, but a {self.MODEL_TYPE} model requires them. Nothing was "
+                "written."
             )
         for flag, value in _ONLY:
             must_be(args, flag, value)

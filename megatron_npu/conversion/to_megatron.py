@@ -73,11 +73,11 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     yield from verify.told(given, part, source, family, args, dtype)
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
-    yield f"the model's flags, also in {FLAGS}: {line}"
+    yield f"the flags of the model, which are also in {FLAGS}: {line}"
     if beyond := stock_arguments.beyond(args):
         yield (
-            f"The scripts of Megatron-LM have no flags for: {'; '.join(beyond)}. megatron_npu's "
-            "commands support them"
+            f"The scripts of Megatron-LM have no flags for: {'; '.join(beyond)}. The commands of "
+            "megatron_npu support them"
         )
 
 

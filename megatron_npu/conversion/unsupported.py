@@ -25,9 +25,8 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
     found = getattr(args, name)
     if found != value:
         raise UsageError(
-            f"the checkpoint was trained with {flag} ({name} {found}), which cannot be converted",
-            shown or f"{name} {value}",
-            "Nothing was written.",
+            f"the checkpoint was trained with {flag} ({name} {found}), which cannot be converted; it must "
+            f"have been trained {shown or f'with {name} {value}'}. Nothing was written."
         )
 
 
@@ -82,7 +81,6 @@ def no_window(args: Namespace) -> None:
     if any(windows(args)):
         before = limiting_window(args)
         raise UsageError(
-            f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted",
-            "no window",
-            "Nothing was written.",
+            f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted; it must "
+            "have been trained without a window. Nothing was written."
         )

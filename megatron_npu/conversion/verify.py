@@ -126,17 +126,16 @@ def verify(
     )
     if not result.difference <= BOUND * result.largest:  # nan is refused as well
         raise UsageError(
-            f"the logits of the original and the converted model differ by {result.difference:.3g} (the "
-            f"largest is {result.largest:.3g}), on {result.tokens} tokens",
-            f"at most {BOUND:g} of the largest",
-            "Nothing was written, because the converted model computes different results. Please report it.",
+            f"the logits of the original and the converted model differ by {result.difference:.3g} on "
+            f"{result.tokens} tokens; the difference must be at most {BOUND:g} of the largest logit, "
+            f"{result.largest:.3g}. Nothing was written, because the converted model computes different "
+            "results. Please report it."
         )
     if not result.turned <= far_rotation.bound(result.positions):
         raise UsageError(
             f"after {result.positions} tokens the original and the converted model rotate queries and keys "
-            f"by different angles (their sines differ by {result.turned:.3g})",
-            f"at most {far_rotation.bound(result.positions):.3g}",
-            "Nothing was written. Please report it.",
+            f"by different angles: their sines differ by {result.turned:.3g}, but must differ by at most "
+            f"{far_rotation.bound(result.positions):.3g}. Nothing was written. Please report it."
         )
     return result
 
@@ -158,20 +157,22 @@ def told(
         vocab_file=given.vocab_file,
         merge_file=given.merge_file,
     )
-    yield f"{result.tensors} tensors of type {dtype}, bitwise identical on both sides"
+    yield f"{result.tensors} tensors of type {dtype} are bitwise identical on both sides"
     if logits:
         yield (
-            f"logits of both models in fp32 on {result.tokens} tokens: largest difference "
-            f"{result.difference:.2e}, largest logit {result.largest:.2e}, limit {BOUND:g} of it"
+            f"logits of both models in fp32 on {result.tokens} tokens: the largest difference is "
+            f"{result.difference:.2e}, the largest logit {result.largest:.2e}, and the limit {BOUND:g} of it"
         )
         if result.positions:
             yield (
-                f"rotation angles of both models at the end of {result.positions} tokens: largest "
-                f"difference of sines {result.turned:.2e}, allowed "
+                f"rotation angles of both models at the end of {result.positions} tokens: the largest "
+                f"difference of sines is {result.turned:.2e}, and the limit "
                 f"{far_rotation.bound(result.positions):.1e}"
             )
     elif given.proof is None:
-        yield 'transformers is not installed: the logits were NOT compared (pip install "megatron_npu[hf]")'
+        yield (
+            'transformers is not installed, so the logits were NOT compared (pip install "megatron_npu[hf]")'
+        )
     else:
         yield "the logits were NOT compared (--proof tensors)"
 
@@ -192,9 +193,8 @@ def _compare_tensors(
     for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
         if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
             raise UsageError(
-                f"{name} differs from the converted tensor",
-                "bitwise identical tensors",
-                "Please report it.",
+                f"{name} differs from the converted tensor, but the two must be bitwise identical. Please "
+                "report it."
             )
         number += 1
     return number
@@ -228,7 +228,7 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def _hf_results(
     folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what transformers computes on the host in fp32, without its fused attention.
+    """Return the results that transformers computes on the host in fp32, without its fused attention.
 
     The results are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
 
@@ -248,9 +248,8 @@ def _hf_results(
         ).eval()
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of a config.json that it misreads
         raise UsageError(
-            f"transformers {transformers.__version__} does not load {folder}: {_first_line(error)}",
-            "a model that transformers can load, to verify the conversion",
-            "Correct its config.json, or pass --proof tensors.",
+            f"transformers {transformers.__version__} cannot load {folder}, which is required to verify the "
+            f"conversion: {_first_line(error)}. Correct its config.json, or pass --proof tensors."
         ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)

@@ -69,7 +69,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
         if not is_copy and not family.is_buffer(name, tensor):
             rest.append(name)
     if rest:
-        raise _bad_tensors(found, "has", rest, "only the tensors of the model that config.json describes")
+        raise _bad_tensors(found, "has", rest, "must contain only the tensors")
 
 
 def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
@@ -85,15 +85,14 @@ def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
         if len(missing) > _MANY:  # config.json may describe more layers than any memory can count
             break
     if missing:
-        raise _bad_tensors(found, "lacks", missing, "every tensor of the model that config.json describes")
+        raise _bad_tensors(found, "lacks", missing, "must contain every tensor")
     return wanted
 
 
 def _bad_tensors(found: Weights, verb: str, names: Iterable[str], expected: str) -> UsageError:
     return UsageError(
-        f"{found.source.folder} {verb} {_listed(names)}",
-        expected,
-        "Correct config.json, or get a fresh copy of the files.",
+        f"{found.source.folder} {verb} {_listed(names)}, but it {expected} of the model that config.json "
+        "describes. Correct config.json, or get a fresh copy of the files."
     )
 
 
@@ -113,9 +112,8 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
         if kinds == {str(dtype).removeprefix("torch.")}:
             return name
     raise UsageError(
-        f"{found.source.folder} contains weights in {', '.join(sorted(kinds))}",
-        "one dtype for all tensors: float32, bfloat16 or float16",
-        "Pass --dtype fp32, bf16 or fp16 to convert them all.",
+        f"{found.source.folder} contains weights in {', '.join(sorted(kinds))}, but all tensors must have "
+        "the same dtype: float32, bfloat16 or float16. Pass --dtype fp32, bf16 or fp16 to convert them all."
     )
 
 
@@ -157,9 +155,9 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
     for name, tensor, shape in zip(mapping.hf, tensors, expected, strict=True):
         if tensor.shape != shape:
             raise UsageError(
-                f"{found.source.folder}: {name} has the shape {list(tensor.shape)}",
-                f"{list(shape)}, as config.json says",
-                "Correct config.json, or get a fresh copy of the files.",
+                f"{found.source.folder}: {name} must have the shape {list(shape)} according to config.json, "
+                f"but its shape is {list(tensor.shape)}. Correct config.json, or get a fresh copy of the "
+                "files."
             )
     return tensors
 

@@ -1,4 +1,4 @@
-"""Select the part of a batch for a context-parallel rank, through each megatron-core version's interface."""
+"""Select a context-parallel rank's part of a batch through the interface of each megatron-core version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of this process, selected once: either the first available one or ``MEGATRON_NPU_DEVICE``."""
+"""The device of this process, selected once: the first available one, or ``MEGATRON_NPU_DEVICE``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": 
 
 
 def select(name: str) -> Device:
-    """Return the device called ``name``; ``auto`` selects the first available one of npu, cuda, cpu.
+    """Return the device called ``name``; ``auto`` selects the first available device among npu, cuda and cpu.
 
     Raises:
         UsageError: the named device is not available.
@@ -39,15 +39,14 @@ def select(name: str) -> Device:
     reason = device.absence()
     if reason is not None:
         raise UsageError(
-            f"{settings.DEVICE.name}={name}, but {reason}",
-            f"a machine with a usable {name} device",
-            f"Install what is missing, or set {settings.DEVICE.name}=auto.",
+            f"{settings.DEVICE.name}={name} requires a machine with a usable {name} device, but {reason}. "
+            f"Install what is missing, or set {settings.DEVICE.name}=auto."
         )
     return device
 
 
 def present() -> list[str]:
-    """Return the names of the available devices, in the order of ``auto``."""
+    """Return the names of the available devices, in the order in which ``auto`` tries them."""
     return [name for name, kind in _KINDS.items() if kind().absence() is None]
 
 

@@ -1,4 +1,4 @@
-"""The interface that every device in this package implements."""
+"""The interface that every device of this package implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Memory of this process's device in bytes: in use, reserved by its allocator, and the peak in use."""
+    """Memory of this process's device, in bytes: memory in use, reserved by the allocator, and peak use."""
 
     allocated: int
     reserved: int
@@ -24,14 +24,14 @@ class MemoryStatistics:
 
 
 class Device(ABC):
-    """A device type: how to find, seed and synchronize it, and what ``torch.cuda`` maps to.
+    """A device type: how to find, seed and synchronize the device, and how ``torch.cuda`` is mapped to it.
 
     Attributes:
-        name: ``npu``, ``cuda`` or ``cpu``; also its type in ``torch.device``.
-        backend: the ``torch.distributed`` backend for its tensors.
-        is_host: whether it is the host: device memory is host memory, and the same cores compute and load
-            data.
-        simulated: whether it is simulated: values are correct, but timings are meaningless.
+        name: ``npu``, ``cuda`` or ``cpu``, which is also its type in ``torch.device``.
+        backend: the ``torch.distributed`` backend for tensors on the device.
+        is_host: whether the device is the host: device memory is host memory, and the same cores compute and
+            load data.
+        simulated: whether the device is simulated: values are correct, but timings are meaningless.
         group_buffers: the buffer sizes of process groups that the run selected (``hccl_buffers``).
     """
 
@@ -43,7 +43,7 @@ class Device(ABC):
 
     @property
     def title(self) -> str:
-        """The name shown to users, which marks simulated hardware."""
+        """The name that is shown to users, which marks simulated hardware."""
         return f"simulated {self.name}" if self.simulated else self.name
 
     @abstractmethod
@@ -52,11 +52,11 @@ class Device(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number of devices on this machine; on a CPU, the number of processes that share it."""
+        """Return the number of devices on this machine; for a CPU, the number of processes that share it."""
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Return the device of this process, with an index if it has one."""
+        """Return the device of this process, including its index if the device type has indices."""
 
     @abstractmethod
     def set_current(self, index: int) -> None:
@@ -64,11 +64,11 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all queued work is complete."""
+        """Wait until all queued work on the device is complete."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator used for random operations on the device."""
+        """Seed the generator that is used for random operations on the device."""
 
     @abstractmethod
     def rng_state(self) -> torch.Tensor:
@@ -76,68 +76,70 @@ class Device(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore a state that ``rng_state`` returned."""
+        """Restore a state that was returned by ``rng_state``."""
 
     def why_not_restored(self, state: torch.Tensor) -> str | None:
         """Return why a checkpoint's generator state cannot be restored on this device, or None if it can.
 
-        A CPU generator (mt19937) has 5,056 bytes of state, an NPU or GPU generator (Philox) has 16.
+        The state of a CPU generator (mt19937) has 5,056 bytes, and that of an NPU or GPU generator (Philox)
+        has 16.
         """
         saved, own = state.numel(), self.rng_state().numel()
         if saved == own:
             return None
         return (
-            "the device's random generators start from --seed: the checkpoint was saved on another type of "
-            f"device ({saved} bytes of generator state, {own} here); the host's generators are restored"
+            "the device's random generators start from --seed, because the checkpoint was saved on "
+            f"another type of device ({saved} bytes of generator state there, {own} here); the host's "
+            "generators are restored"
         )
 
     def host_rng_state(self) -> torch.Tensor:
-        """Return the state of the host's generator (data order, weights initialized on the host)."""
+        """Return the state of the host's generator, used for data order and weights created on the host."""
         return torch.get_rng_state()
 
     def set_host_rng_state(self, state: torch.Tensor) -> None:
-        """Restore a state that ``host_rng_state`` returned."""
+        """Restore a state that was returned by ``host_rng_state``."""
         torch.set_rng_state(state)
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        """Use the host's generator for random operations on host tensors inside the block.
+        """Inside the block, use the host's generator for random operations on host tensors.
 
         Devices with their own memory also have their own generator, so this has no effect for them.
         """
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Prepare the process for the device; called once, before upstream's first module is executed."""
+        """Prepare the process for the device; called once, before the first upstream module is executed."""
 
     def release(self) -> None:  # noqa: B027
         """Undo ``prepare``."""
 
     def clear_overflow(self) -> None:  # noqa: B027
-        """Clear the overflow flag of a device that sets one instead of returning inf."""
+        """Clear the overflow flag, on devices that set a flag instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return True if the overflow flag is set; always False for devices that return inf and nan."""
+        """Return True if the overflow flag is set; devices that return inf and nan always return False."""
         return False
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the device memory in use, reserved, and its peak, in bytes."""
+        """Return the device memory in use, the reserved memory, and the peak, in bytes."""
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the fraction of recent time in which the device was busy, for all processes.
+        """Return the fraction of recent time in which the device was busy with work of any process.
 
-        The value is between 0 and 1, or None if unknown.
+        The value is between 0 and 1, or None if it is unknown.
         """
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Reset ``memory().peak`` to the memory currently in use."""
+        """Reset ``memory().peak`` to the amount of memory that is currently in use."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        """Return the replacement for each name in ``torch.cuda``; dotted names are in submodules.
+        """Return the replacement for each name in ``torch.cuda``; names with dots are in submodules.
 
-        Empty if ``torch.cuda`` already is the device's own module.
+        The result is empty if ``torch.cuda`` is already the device's own module.
         """
         return {}

@@ -1,8 +1,8 @@
-"""Distribute a machine's cores over the ranks of a CPU run: number of threads, and which cores they use.
+"""Distribute a machine's cores over the ranks of a CPU run: the number of threads, and the cores they use.
 
-torchrun starts several ranks with one thread each, unless OMP_NUM_THREADS is set, so most cores are idle on a
+Unless OMP_NUM_THREADS is set, torchrun starts several ranks with one thread each, so most cores are idle on a
 machine with more cores than ranks. In addition, the kernel moves threads between cores, away from warm caches
-and, on machines with several sockets, from their memory.
+and, on machines with several sockets, away from their memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Former:
     """The settings of a process before ``share``.
 
     Attributes:
-        threads: torch's number of threads; None: unchanged.
-        cpus: the processors on which the process may run; None: not bound.
+        threads: torch's number of threads. If None, it was not changed.
+        cpus: the processors on which the process may run. If None, the process was not bound.
     """
 
     threads: int | None = None
@@ -44,11 +44,11 @@ class Former:
 
 @functools.cache
 def share() -> Former:
-    """Assign this rank its share of the machine's cores, once; rank 0 logs it.
+    """Assign this rank its share of the machine's cores, once; rank 0 logs the assignment.
 
-    Nothing changes with one rank, with fewer cores than ranks, or with MEGATRON_NPU_SHARE_CORES=0. A number
-    of threads or a binding that the user has set (with OpenMP's variables, or by starting the ranks on other
-    cores than the launcher's) is kept. If other programs are using the machine, no rank is bound.
+    Nothing is changed with a single rank, with fewer cores than ranks, or with MEGATRON_NPU_SHARE_CORES=0. A
+    number of threads or a binding that the user has set (with OpenMP's variables, or by starting the ranks on
+    other cores than the launcher's) is kept. If other programs are using the machine, no rank is bound.
 
     Returns:
         The settings that ``give_back`` restores.
@@ -77,7 +77,7 @@ def _processors(cores: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def give_back() -> None:
-    """Undo ``share``: restore the process's threads and processors."""
+    """Undo ``share`` by restoring the number of threads and the processors of the process."""
     if not share.cache_info().currsize:
         return
     former = share()
@@ -99,10 +99,10 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return (socket, first hardware thread of the core) for a hardware thread.
+    """Return, for a hardware thread, the pair (socket, first hardware thread of the core).
 
-    If the topology is unknown, the hardware thread counts as a core. ``core_id`` is not used, because cores
-    on several dies or clusters may share one.
+    If the topology is unknown, each hardware thread counts as a core. ``core_id`` is not used, because cores
+    on several dies or clusters may have the same ``core_id``.
     """
     folder = _TOPOLOGY / f"cpu{cpu}" / "topology"
     try:
@@ -113,7 +113,7 @@ def _place(cpu: int) -> tuple[int, ...]:
 
 
 def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return the cores of one of ``ranks`` ranks: adjacent cores, the same number for each rank."""
+    """Return the cores of one of ``ranks`` ranks; they are adjacent, and each rank gets the same number."""
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]
 
@@ -126,8 +126,8 @@ def threads(ranks: int) -> int:
 def _threads_said(launcher: psutil.Process | None, own: int) -> str:
     """Return the number of threads that the user has set; empty if the user has not set it.
 
-    torchrun sets the variable to 1 for its ranks, and ``train`` to the number of cores per rank (``own``).
-    For these values, the launcher's own environment shows whether the user has set it.
+    torchrun sets the variable to 1 for its ranks, and ``train`` sets it to the number of cores per rank
+    (``own``). For these values, the launcher's own environment shows whether the user has set the variable.
     """
     given = os.environ.get(_THREADS, "")
     if launcher is not None and given in ("1", str(own)):
@@ -145,7 +145,7 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
         return f"{named[0]} already sets the binding"
     with contextlib.suppress(psutil.Error, OSError):
         if launcher is not None and set(launcher.cpu_affinity()) != os.sched_getaffinity(0):
-            return "the launcher has already bound them"
+            return "the launcher has already bound the threads"
     load = os.getloadavg()[0]
     if load > _BUSY * len(cores):
         return f"other programs use the machine (load {load:.1f})"
@@ -153,7 +153,7 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
 
 
 def _bind(cpus: list[int]) -> None:
-    """Restrict all threads of this process, and the threads that they start, to these processors."""
+    """Restrict all threads of this process, and the threads that they start later, to these processors."""
     for task in _TASKS.iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(task.name), cpus)

@@ -22,18 +22,18 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class CpuDevice(Device):
-    """The CPU as a device: host memory is device memory.
+    """The CPU as a device, whose device memory is host memory.
 
-    torch has one generator on a CPU, but a GPU run has two, the host's and the device's. Here the default
-    generator is the *device's*, used by dropout, and ``host_generator`` is the host's, for Megatron's
-    ``torch.get_rng_state``, for weights initialized on the host, and for DataLoaders (seeds, shuffling,
-    random samples of this process). With a single generator, a DataLoader that only the first tensor-parallel
-    rank builds would shift that rank's dropout masks.
+    torch has one generator on a CPU, whereas a GPU run has two: that of the host and that of the device.
+    Here, the default generator is the *device's*, which dropout uses. ``host_generator`` is the host's, which
+    is used by Megatron's ``torch.get_rng_state``, for weights initialized on the host, and by DataLoaders
+    (for seeds, shuffling and the random samples of this process). With a single generator, a DataLoader that
+    only the first tensor-parallel rank builds would shift the dropout masks of that rank.
 
     Attributes:
         index: the result of ``torch.cuda.current_device()``, which distinguishes the processes on a machine.
         host_generator: the host's generator.
-        device_generator: the device's generator. Inside ``host_rng`` the two are swapped.
+        device_generator: the device's generator. Inside ``host_rng``, the two are swapped.
     """
 
     name = "cpu"
@@ -50,10 +50,11 @@ class CpuDevice(Device):
         return None
 
     def count(self) -> int:
-        """Return the number of devices that the CPU counts as: one per process that shares it.
+        """Return the number of devices that the CPU counts as, which is one per process that shares it.
 
-        This is ``MEGATRON_NPU_CPU_DEVICES`` if set, restricted by ``CUDA_VISIBLE_DEVICES``; else the number
-        of processes that torchrun started; else the number of devices in ``CUDA_VISIBLE_DEVICES``.
+        This is ``MEGATRON_NPU_CPU_DEVICES`` if it is set, restricted by ``CUDA_VISIBLE_DEVICES``; otherwise
+        the number of processes that torchrun started; otherwise the number of devices in
+        ``CUDA_VISIBLE_DEVICES``.
         """
         total = cast("int | None", settings.CPU_DEVICES.value())
         if total is None and "LOCAL_WORLD_SIZE" in os.environ:
@@ -65,7 +66,7 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Store the index for ``torch.cuda.current_device()``; all processes share one CPU."""
+        """Store the index that ``torch.cuda.current_device()`` returns; all processes share one CPU."""
         self.index = index
 
     def synchronize(self) -> None:
@@ -99,7 +100,7 @@ class CpuDevice(Device):
             self._swap_generators()
 
     def _swap_generators(self) -> None:
-        """Swap the states of the two generators, and their roles."""
+        """Swap the two generators, including their states."""
         device, host = self.device_generator, self.host_generator
         state = device.get_state()
         device.set_state(host.get_state())
@@ -116,7 +117,7 @@ class CpuDevice(Device):
         malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
-        """Return the resident set size of this process as allocated and reserved memory, and its peak."""
+        """Return this process's resident set size as allocated and reserved memory, and its peak."""
         resident = psutil.Process().memory_info().rss
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
@@ -125,7 +126,7 @@ class CpuDevice(Device):
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak (Linux only; elsewhere the peak remains that of the process's whole lifetime)."""
+        """Reset the peak on Linux; on other systems, the peak covers the whole lifetime of the process."""
         with contextlib.suppress(OSError):
             # proc(5): resets the high-water mark of this process
             _CLEAR_REFS.write_text("5", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Implementations of ``torch.cuda`` functions on a CPU, with torch's signatures."""
+"""Implementations of ``torch.cuda`` functions for a CPU, with torch's signatures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_npu.devices.cuda_types import tensor_types
 def namespace(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the namespace described at ``Device.cuda_namespace``.
+    """Return the namespace that ``Device.cuda_namespace`` describes.
 
     Args:
         cpu: the device.
@@ -43,7 +43,7 @@ def namespace(
 
 
 class Event:
-    """A point in time. Earlier work has always completed, because nothing is queued."""
+    """An event that records a point in time. Earlier work is always complete, because nothing is queued."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
@@ -66,7 +66,7 @@ class Event:
 
 
 class Stream:
-    """The only stream of a CPU: calls are synchronous, so there is nothing to wait for."""
+    """The only stream of a CPU. Calls are synchronous, so there is nothing to wait for."""
 
     cuda_stream = stream_id = device_index = priority = 0
     device = torch.device("cpu")
@@ -76,7 +76,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest stream priority, which are equal."""
+        """Return the lowest and the highest stream priority, which are equal on a CPU."""
         return 0, 0
 
     def wait_stream(self, stream: Any) -> None:
@@ -155,14 +155,14 @@ def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
 
 
 def _index_of(which: Any) -> int:
-    """Return the index from an argument of ``torch.cuda.set_device``: an index, a name or a device."""
+    """Return the index in an argument of ``torch.cuda.set_device``, which is an index, name or device."""
     if isinstance(which, CpuDeviceIndex):
         return int(which)
     return which if isinstance(which, int) else torch.device(which).index or 0
 
 
 def _call_now(callable: Callable[[], Any], **_: Any) -> None:
-    """Run immediately what torch would defer until CUDA is initialized, which never happens here."""
+    """Immediately call what torch would defer until CUDA is initialized, which never happens here."""
     callable()
 
 

@@ -1,4 +1,4 @@
-"""The result of ``torch.cuda.current_device()`` on a CPU."""
+"""The type of the object that ``torch.cuda.current_device()`` returns on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def _on_index(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a method that behaves as int's method does, overriding the one inherited from ``str``."""
+    """Return a method that behaves like that of ``int`` and overrides the one inherited from ``str``."""
 
     def method(self: CpuDeviceIndex, other: Any) -> Any:
         return operation(int(self), int(other) if isinstance(other, CpuDeviceIndex) else other)
@@ -23,12 +23,12 @@ def _on_index_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., A
 
 
 class CpuDeviceIndex(str):
-    """An index to Python, and the name ``cpu`` to torch.
+    """An object that is an index to Python code and the device name ``cpu`` to torch.
 
     On CUDA the result is an int, and Megatron uses it in every way that an int allows. An int does not work
     here, because torch without CUDA has no numbered devices. A ``torch.device`` does not work either, because
     it is neither a number nor usable in the name ``cuda:0``. torch reads the *characters* of a ``str``, which
-    are ``cpu``; every operation in Python sees the index.
+    are ``cpu``; every operation in Python uses the index.
 
     | use, in core 0.16.1 unless stated otherwise | where (among others) |
     |---|---|

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: ``torch.cuda`` is used unchanged."""
+"""NVIDIA GPUs, for which ``torch.cuda`` is used unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.devices.base import Device, MemoryStatistics
 
 
 class CudaDevice(Device):
-    """A GPU with torch's own CUDA build, and NCCL."""
+    """An NVIDIA GPU, used through torch's own CUDA build and NCCL."""
 
     name = "cuda"
     backend = "nccl"

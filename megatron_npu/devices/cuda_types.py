@@ -1,4 +1,4 @@
-"""``torch.cuda.FloatTensor`` and similar types, on any device."""
+"""Support for ``torch.cuda.FloatTensor`` and similar types on any device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class TensorType(type):
-    """The metaclass of ``torch.cuda.FloatTensor`` and similar names: callable, and usable with isinstance.
+    """The metaclass of ``torch.cuda.FloatTensor`` and similar types: callable, with support for isinstance.
 
     They must be types because ``megatron.core.transformer.module`` uses them with isinstance.
     """
@@ -43,5 +43,5 @@ class TensorType(type):
 
 
 def tensor_types(device: str) -> dict[str, type]:
-    """Return ``FloatTensor``, ``LongTensor`` and so on as types for tensors on ``device``."""
+    """Return ``FloatTensor``, ``LongTensor`` and similar types for tensors on ``device``."""
     return {name: TensorType(name, (), {"dtype": dtype, "device": device}) for name, dtype in _TYPES.items()}

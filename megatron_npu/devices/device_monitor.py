@@ -1,7 +1,7 @@
-"""The GPU sensors of ``torch.cuda``, as far as other devices have them.
+"""Replacements for the GPU sensors of ``torch.cuda``, where other devices have equivalents.
 
 Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` read them. Values that
-are not measured are nan, never a number that looks like a measurement.
+are not measured are nan, never a number that could be mistaken for a measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import psutil
 
 
 def unknown(device: Any = None) -> float:
-    """Return nan: this device has no such sensor."""
+    """Return nan, because this device has no such sensor."""
     return math.nan
 
 
@@ -38,7 +38,7 @@ def _free_and_total(device: Any = None) -> tuple[int, int]:
 
 
 def _used(device: Any = None) -> int:
-    """Return the bytes in use by all processes."""
+    """Return the number of bytes that all processes use."""
     return psutil.virtual_memory().used
 
 
@@ -48,7 +48,7 @@ def utilization(device: Any = None) -> float:
 
 
 def _temperature(device: Any = None) -> float:
-    """Return the temperature of the hottest sensor in degrees Celsius; nan if the system shows none."""
+    """Return the temperature of the hottest sensor in degrees Celsius; nan if the system reports none."""
     sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     return max((sensor.current for group in sensors.values() for sensor in group), default=math.nan)
 

@@ -1,4 +1,4 @@
-"""Device arguments that name CUDA, and the devices that they are mapped to."""
+"""Device arguments that refer to CUDA, and the devices that they are mapped to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Target = Callable[[Any], Any]
 
 
 def names_cuda(text: str) -> bool:
-    """Return True if a string is ``cuda``, or ``cuda:`` with an index."""
+    """Return True if a string is ``cuda``, or ``cuda:`` followed by an index."""
     return text == "cuda" or text.startswith("cuda:")
 
 
 def means_cuda(argument: Any) -> bool:
-    """Return True if a device argument names a CUDA device; an integer index also does."""
+    """Return True if a device argument refers to a CUDA device; this includes integer indices."""
     if isinstance(argument, str):
         return names_cuda(argument)
     if isinstance(argument, int):
@@ -27,9 +27,9 @@ def means_cuda(argument: Any) -> bool:
 
 
 def target_on(device: Device) -> Target:
-    """Return a function that maps device arguments to ``torch.device`` on ``device``.
+    """Return a function that maps device arguments to a ``torch.device`` on ``device``.
 
-    The index is kept, except on a CPU, which has none. Arguments that do not name CUDA are returned
+    The index is kept, except on a CPU, which has no index. Arguments that do not refer to CUDA are returned
     unchanged.
     """
 

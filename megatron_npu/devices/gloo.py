@@ -1,4 +1,4 @@
-"""NCCL features that Megatron needs and gloo lacks, and a clean exit with open process groups."""
+"""Support for NCCL features that Megatron requires and gloo lacks, and for a clean exit with open groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS = Path("/proc/self/task")
 
 
 def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as NCCL does.
+    """Return an ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as NCCL does.
 
     gloo requires the larger tensor to have the shape of the stacked or concatenated smaller ones. Megatron
     gathers ``[s, b, h]`` shards into one flat buffer (``gather_split_1d_tensor``). Both are contiguous.
@@ -41,11 +41,11 @@ def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``isend`` that keeps the memory of pending sends alive.
+    """Return an ``isend`` that keeps the memory of pending sends alive.
 
-    Megatron's schedules free an output's memory as soon as its send is issued (``out.data = ...``), which is
-    safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get different
-    data. A detached alias keeps the storage alive until the send is complete.
+    Megatron's schedules free the memory of an output as soon as its send is issued (``out.data = ...``),
+    which is safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get
+    different data. A detached alias keeps the storage alive until the send is complete.
     """
 
     @functools.wraps(original)
@@ -56,7 +56,7 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``scatter`` that accepts non-contiguous views, such as columns of a matrix.
+    """Return a ``scatter`` that accepts non-contiguous views, such as columns of a matrix.
 
     gloo silently sends contiguous memory from a tensor's first element on, including gaps (torch 2.13). On
     other devices, copying such a view to the device makes it contiguous.
@@ -74,9 +74,9 @@ def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather`` that accepts parts of unequal sizes, as NCCL does.
+    """Return an ``all_gather`` that accepts parts of unequal sizes, as NCCL does.
 
-    gloo rejects them. Here each rank sends its part to all others, as NCCL's backend does.
+    gloo rejects such parts. Here, each rank sends its part to all other ranks, as NCCL's backend does.
     """
 
     @functools.wraps(original)
@@ -90,8 +90,8 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
         mine = tensor_list[rank]
         if mine.shape != tensor.shape:
             raise ValueError(
-                f"all_gather: this rank has a tensor of shape {list(tensor.shape)}, but its output tensor "
-                f"has shape {list(mine.shape)}; the outputs must have the same shapes as the inputs"
+                "all_gather requires output tensors of the same shapes as the inputs, but this rank's "
+                f"tensor has shape {list(tensor.shape)} and its output tensor has shape {list(mine.shape)}"
             )
         mine.copy_(tensor.detach())
         works = [
@@ -105,11 +105,11 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of autograd's ``all_to_all`` (``torch.distributed.nn``) that works in any group.
+    """Return a forward of autograd's ``all_to_all`` (``torch.distributed.nn``) that works in any group.
 
-    With gloo, torch scatters from each rank in turn, but passes its group rank where the global rank is
+    With gloo, torch scatters from each rank in turn, but passes the group rank where the global rank is
     expected (torch 2.13), so groups without rank 0 fail. A scatter also rejects parts of unequal sizes, which
-    gradients have if the ranks send unequal parts. Here all parts are sent in one buffer.
+    gradients have if the ranks send unequal parts. Here, all parts are sent in one buffer.
     """
 
     @functools.wraps(original)
@@ -130,25 +130,25 @@ def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _All:
-    """A work handle for several collectives."""
+    """A work handle that represents several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self, timeout: Any = None) -> None:
-        """Wait until all of them are complete."""
+        """Wait until all of the collectives are complete."""
         for work in self._works:
             work.wait(*() if timeout is None else (timeout,))
 
     def is_completed(self) -> bool:
-        """Return True if all of them are complete."""
+        """Return True if all of the collectives are complete."""
         return all(work.is_completed() for work in self._works)
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
+    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
 
-    gloo reads and writes memory from the first element on, which silently gives wrong values (torch 2.13).
+    gloo reads and writes memory from the first element on, which silently produces wrong values (torch 2.13).
     """
 
     @functools.wraps(original)
@@ -178,7 +178,7 @@ def _require_no_gaps(name: str, tensor: Any) -> None:
 
 
 def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``barrier`` that accepts and ignores ``device_ids``, which only NCCL uses."""
+    """Return a ``barrier`` that accepts and ignores ``device_ids``, which only NCCL uses."""
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -188,13 +188,13 @@ def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DistributedDataParallel.__init__`` that makes the group outlive the model's reducer.
+    """Return a ``DistributedDataParallel.__init__`` that makes the group outlive the model's reducer.
 
-    If the reducer holds the last reference to the group (after ``destroy_process_group``), it destroys it
-    while holding the GIL, and waits for gloo's threads. One of these may itself wait for the GIL, to release
-    the context of torch's backward pass, so the process hangs (torch 2.13, about one in fifteen models that
-    are freed right after their group; see tests/unit/devices/test_gloo.py). A group whose last reference is
-    held by Python is destroyed without the GIL.
+    If the reducer holds the last reference to the group (after ``destroy_process_group``), it destroys the
+    group while holding the GIL, and waits for gloo's threads. One of these threads may itself wait for the
+    GIL to release the context of torch's backward pass, so the process hangs (torch 2.13, about one in
+    fifteen models that are freed right after their group; see tests/unit/devices/test_gloo.py). A group whose
+    last reference is held by Python is destroyed without the GIL.
     """
 
     @functools.wraps(original)
@@ -211,15 +211,15 @@ def copy_with_one_thread() -> None:
     """Make gloo threads that start from now on copy gathered tensors with one OpenMP thread each.
 
     A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
-    on. With OpenMP each thread gets its own thread pool, which persists: after one gather libgomp counts more
-    threads than processors and no longer spins at the end of parallel regions, so every small operation in
-    training waits for the kernel (twice the step time on two cores; torch 2.13, reproduced without Megatron
-    in tests/unit/devices/test_gloo.py).
+    on. With OpenMP, each thread gets its own thread pool, which persists: after one gather, libgomp counts
+    more threads than processors and no longer spins at the end of parallel regions, so every small operation
+    in training waits for the kernel (twice the step time on two cores; torch 2.13, reproduced without
+    Megatron in tests/unit/devices/test_gloo.py).
 
-    A thread reads torch's number of threads when it first needs it. ``torch.set_num_threads`` sets that
-    number and also the calling thread's, so it is called in a thread that ends immediately. The caller's own
-    number is kept; threads started later, including the program's, use one unless they call
-    ``torch.set_num_threads`` themselves.
+    A thread reads torch's number of threads when it first needs it. ``torch.set_num_threads`` sets both that
+    number and the number of the calling thread, so it is called in a thread that ends immediately. The
+    caller's own number is kept; threads that are started later, including those of the program, use one
+    thread unless they call ``torch.set_num_threads`` themselves.
     """
     torch.get_num_threads()  # the caller takes its number before it is changed for the others
     setter = threading.Thread(target=torch.set_num_threads, args=(1,))
@@ -240,16 +240,16 @@ def leave_process() -> None:
 
 
 def wait_for_workers(timeout: float = 10.0) -> bool:
-    """Wait until gloo's threads are idle; return whether that happened within ``timeout`` seconds.
+    """Wait until gloo's threads are idle; return True if that happened within ``timeout`` seconds.
 
-    A gloo thread releases its tensors after it has reported a collective as complete, and needs the GIL for
-    that. Megatron's scripts exit without ``destroy_process_group``; if the interpreter is already shutting
-    down, C++ aborts the process with "terminate called without an active exception" (signal 6), and a
-    successful run is reported as failed (https://github.com/pytorch/pytorch/issues/190489, torch 2.13).
+    A gloo thread releases its tensors after it has reported a collective as complete, which requires the GIL.
+    Megatron's scripts exit without ``destroy_process_group``; if the interpreter is already shutting down,
+    C++ aborts the process with "terminate called without an active exception" (signal 6), and a successful
+    run is reported as failed (https://github.com/pytorch/pytorch/issues/190489, torch 2.13).
     ``destroy_process_group`` does not help, because Megatron's globals and models in torch's DDP keep the
     groups and their threads alive.
 
-    A thread that waits for another process counts as idle, so this never waits for other ranks.
+    A thread that waits for another process counts as idle, so this function never waits for other ranks.
     """
     if not _THREADS.is_dir():  # macOS shows no threads to an ordinary user
         time.sleep(0.1)
@@ -268,12 +268,12 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
 
 
 def _workers() -> dict[str, tuple[bool, int]]:
-    """Return for each gloo thread whether it is asleep, and how often it has gone to sleep.
+    """Return, for each gloo thread, whether it is asleep, and how often it has gone to sleep.
 
     A thread that waits for the GIL sleeps too, but wakes every 5 ms to request it: a thread is idle only if
     it is asleep at two checks in a row and has not woken in between.
 
-    A thread names itself when it first runs. Until then it has the process's name and has never slept.
+    A thread names itself when it first runs. Until then, it has the name of the process and has never slept.
     """
     found = {}
     for thread in _THREADS.iterdir():

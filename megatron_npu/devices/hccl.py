@@ -1,4 +1,4 @@
-"""NCCL features that Megatron needs and HCCL lacks."""
+"""Support for NCCL features that Megatron requires and HCCL lacks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size in MiB of one HCCL buffer from a group's options; None if not set."""
+    """Return the size of one HCCL buffer in MiB from a group's options, or None if it is not set."""
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
 
 def set_buffer(group: dist.ProcessGroup, mebibytes: int) -> bool:
-    """Set the buffer size of a group without a communicator, which torch_npu creates at the first collective.
+    """Set the buffer size of a group whose communicator does not exist yet.
+
+    torch_npu creates the communicator at the first collective.
 
     Returns:
-        Whether it is an HCCL group.
+        True if the group is an HCCL group.
     """
     options = _options_of(group)
     if options is not None:
@@ -46,9 +48,9 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
     """Return process-group options for torch_npu.
 
     Args:
-        config: settings of the communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
+        config: the settings of the communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
             ``hccl_exec_timeout`` in seconds, ``hccl_op_expansion_mode``.
-        high_priority: whether its stream has high priority.
+        high_priority: whether the communicator's stream has high priority.
     """
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
@@ -59,9 +61,10 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
 
 
 def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter`` that accepts non-contiguous parts, such as columns of a matrix, as NCCL does.
+    """Return a ``reduce_scatter`` that accepts non-contiguous parts, such as columns of a matrix.
 
-    torch_npu combines the parts with the strides of the first one, and then rejects the result.
+    NCCL accepts them. torch_npu combines the parts with the strides of the first part, and then rejects the
+    result.
     """
 
     @functools.wraps(original)
@@ -72,10 +75,10 @@ def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_reduce_float64(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that also accepts float64, which HCCL rejects.
+    """Return an ``all_reduce`` that also accepts float64, which HCCL rejects.
 
-    Megatron reduces its start time in float64, a few bytes, once. The bits are gathered as int64, and every
-    rank reduces the values on the host.
+    Megatron reduces its start time in float64, which is a few bytes and happens once. The bits are gathered
+    as int64, and every rank reduces the values on the host.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Data-loader workers: unnamed shared memory, and a one-line error if a worker is killed."""
+"""Support for data-loader workers: unnamed shared memory, and a one-line error if a worker is killed."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ _taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
-    """Patch torch's data loaders in this process and its forks; a second call has no effect."""
+    """Patch torch's data loaders in this process and in its forks; a second call has no effect."""
     if not _replaced:
         for owner, name, value in (*nameless_sharing.replacements(), *_failures()):
             _replaced.set(owner, name, value)
 
 
 def end() -> None:
-    """Restore torch's loaders."""
+    """Restore torch's data loaders."""
     _replaced.undo()
 
 
 def _failures() -> Iterator[Replacement]:
     """Yield replacements that report a dead worker when a batch is requested, not in the signal handler.
 
-    An error raised in the handler could interrupt a save halfway, or be swallowed, as in a Python callback.
+    An error raised in the signal handler could interrupt a save halfway, or be swallowed, for example in a
+    Python callback.
     """
     yield signal_handling, "_error_if_any_worker_fails", _noting(signal_handling._error_if_any_worker_fails)
     iterator = dataloader._MultiProcessingDataLoaderIter
@@ -56,8 +57,10 @@ _REMEDIES = {
     errno.EAGAIN: "Raise the number of processes (ulimit -u, docker --pids-limit), or lower --num-workers.",
     errno.EMFILE: "Raise the number of open files (ulimit -n), or lower --num-workers.",
     errno.ENOMEM: "There is not enough memory for that many workers: lower --num-workers.",
-    errno.ENOSPC: "/dev/shm, where their queues are, is full: enlarge it (docker run --shm-size), or lower "
-    "--num-workers.",
+    errno.ENOSPC: (
+        "/dev/shm, which holds their queues, is full: enlarge it (docker run --shm-size), or "
+        "lower --num-workers."
+    ),
 }
 
 
@@ -77,15 +80,47 @@ def _starting(method: Callable[..., None]) -> Callable[..., None]:
                 raise
             what = f"the data-loader workers (--num-workers) cannot be started: {error.strerror}"
             raise LoaderWorkerError(what, _REMEDIES[error.errno]) from error
+        self._workers_done_event = _DoneEvent(self._workers_done_event, self._workers)
 
     return start
 
 
+class _DoneEvent:
+    """The event that tells workers to exit, as the main process uses it; it never waits for a dead worker.
+
+    A worker takes the event's lock each time that it reads the event. If it is killed at that moment, the
+    lock stays taken, and torch 2.13 would wait for it forever. torch relies on its SIGCHLD handler to end
+    this wait by an error, but the signal may arrive earlier, and ``_noting`` only records it.
+    """
+
+    def __init__(self, event: Any, workers: list[Any]) -> None:
+        self._event = event
+        self._workers = workers
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set  # workers only read it
+
+    def set(self) -> None:
+        if not self._is_set:
+            self._is_set = True
+            self._free_lock()
+            self._event._flag.release()  # what its own method does, and wakes those who wait: nobody does
+
+    def _free_lock(self) -> None:
+        """Wait until the lock is free, and release it in place of a worker that has ended."""
+        lock = self._event._cond
+        while not lock.acquire(timeout=_UNTIL_SEEN):  # a worker that is alive holds it for microseconds
+            if any(worker.exitcode is not None for worker in self._workers):
+                break
+        lock.release()
+
+
 class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
-    """torch's check whether a worker's parent is alive, which makes an orphaned worker exit.
+    """Replacement for torch's check whether a worker's parent is alive, which makes an orphaned worker exit.
 
     torch 2.13 records the parent only when the worker starts running. If the parent has been killed since the
-    fork, it records another process, and the worker would wait forever.
+    fork, torch records another process, and the worker would wait forever.
     """
 
     def __init__(self) -> None:
@@ -94,14 +129,14 @@ class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
 
 
 def _is_orphan() -> bool:
-    """Return whether this process was forked by a process that has ended; False with other start methods."""
+    """Return True if this process was forked by a process that has ended; False with other start methods."""
     process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
     return parent is not None and method == "fork" and os.getppid() != parent.pid
 
 
 def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
-    """Return a function for torch's SIGCHLD handler that records the error for later."""
+    """Return a replacement for torch's SIGCHLD handler that records the error for later."""
 
     @functools.wraps(raise_if_one_failed)
     def note() -> None:
@@ -142,9 +177,9 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
     """Try to get a batch; return whether one has arrived, and the batch, like torch's method of this name.
 
-    On an error, torch 2.13 also creates ten temporary files, to see whether file descriptors are exhausted. A
-    rank that is killed in the meantime, as all ranks are after one has failed, would leave them behind.
-    Errors about descriptors are clear without this check.
+    On an error, torch 2.13 also creates ten temporary files to check whether file descriptors are exhausted.
+    A rank that is killed in the meantime, as all ranks are after one has failed, would leave these files
+    behind. Errors about descriptors are clear without this check.
 
     Raises:
         RuntimeError: a worker has died; the message is torch's.
@@ -168,7 +203,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Get a batch; if a worker dies in the meantime, raise an error at once."""
+    """Get a batch; if a worker dies in the meantime, raise an error immediately."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)
@@ -178,7 +213,7 @@ def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _tell_of(iterator: Any) -> None:
-    """Raise ``LoaderWorkerError`` if the death of one of the iterator's workers was recorded."""
+    """Raise ``LoaderWorkerError`` if the death of one of the iterator's workers has been recorded."""
     numbers = {str(worker.pid) for worker in iterator._workers}
     for death in _noted:
         if not numbers.isdisjoint(re.findall(r"\d+", death)):

@@ -28,7 +28,7 @@ _waited_for: set[dist.ProcessGroup] = set()
 
 
 def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_reduce`` that uses shared memory if possible."""
+    """Return an ``all_reduce`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -43,7 +43,7 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``reduce_scatter_tensor`` that uses shared memory if possible."""
+    """Return a ``reduce_scatter_tensor`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -62,7 +62,7 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_gather_into_tensor`` that uses shared memory if possible."""
+    """Return an ``all_gather_into_tensor`` that uses shared memory if possible."""
 
     @functools.wraps(original)
     def collective(
@@ -77,10 +77,10 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_coalescing_manager`` that lets its collectives use shared memory if it waits for them itself.
+    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them itself.
 
-    Megatron's DDP wraps the collectives of all its buckets in it. With ``async_ops`` all of them must be
-    gloo's, because the manager returns their handles.
+    Megatron's DDP wraps the collectives of all its buckets in this manager. With ``async_ops``, all of them
+    must use gloo, because the manager returns their handles.
     """
 
     @functools.wraps(original)
@@ -99,7 +99,7 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Segment | None:
-    """Return the shared memory that a collective uses; None: it uses gloo.
+    """Return the shared memory that a collective uses, or None if the collective uses gloo.
 
     The decision depends only on what is the same on all ranks: dtype and size, the group, and whether the
     caller waits. Asynchronous collectives use gloo, because ranks could run them in different orders.
@@ -118,14 +118,14 @@ def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Se
 
 
 def _are_for_memory(larger: Any, smaller: Any) -> bool:
-    """Return whether tensors have a type and size for shared memory; ``smaller`` may be None."""
+    """Return True if tensors have a type and size suitable for shared memory; ``smaller`` may be None."""
     if not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
         return False
     return larger.nbytes >= _SMALLEST and larger.dtype in _DTYPES
 
 
 def _is_for_memory(group: Any) -> bool:
-    """Return whether a group uses gloo, has several ranks, and is not coalescing asynchronous collectives."""
+    """Return True if a group uses gloo, has several ranks, and is not coalescing asynchronous collectives."""
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
         return False
     return group not in dist.distributed_c10d._world.pg_coalesce_state or group in _waited_for
@@ -137,7 +137,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
-    """Return whether ``larger`` has the size of one ``smaller`` per rank, and both are contiguous."""
+    """Return True if ``larger`` has the size of one ``smaller`` per rank, and both are contiguous."""
     return (
         larger.dtype == smaller.dtype
         and larger.numel() == ranks * smaller.numel()
@@ -147,7 +147,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share, or None (which is logged) if they cannot share any."""
+    """Return memory that the ranks of ``group`` share, or None, which is logged, if they cannot share any."""
     if not settings.SHARED_MEMORY.enabled():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Settings of the C library for freed memory, because torch's CPU allocator is plain malloc."""
+"""Settings that control how the C library treats freed memory; torch's CPU allocator is plain malloc."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _KEEP = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_MAX: 0}
 def keep_freed_memory() -> None:
     """Configure malloc to reuse freed memory of any size.
 
-    glibc maps each large block again and unmaps it when it is freed, so every training step has a page fault
-    for every 4 KiB of activations and logits. A caching allocator, as on CUDA and NPU, avoids this. The
-    resident set stays at its peak until the process ends. ``MEGATRON_NPU_KEEP_MEMORY=0``, or a C library
-    other than glibc, disables this.
+    glibc maps each large block and unmaps it when it is freed, so every training step has a page fault for
+    every 4 KiB of activations and logits. A caching allocator, as on CUDA and NPU, avoids this. The resident
+    set stays at its peak until the process ends. ``MEGATRON_NPU_KEEP_MEMORY=0``, or a C library other than
+    glibc, disables this function.
     """
     if settings.KEEP_MEMORY.enabled() and not _set(_KEEP):
-        logger.info("freed memory is returned to the system: this C library has no mallopt(3)")
+        logger.info("freed memory is returned to the system, because this C library has no mallopt(3)")
 
 
 def return_freed_memory() -> None:
-    """Restore glibc's defaults and return free memory to the system."""
+    """Restore glibc's defaults, and return free memory to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
         trim()
 
@@ -36,8 +36,8 @@ def return_freed_memory() -> None:
 def map_each_tensor() -> None:
     """Map every block of at least one megabyte separately, and unmap it when it is freed (glibc only).
 
-    By default glibc raises this threshold to 32 MiB as such blocks are freed, and keeps smaller blocks, so a
-    second model does not fit into the gaps left by the first.
+    By default, glibc raises this threshold to 32 MiB as such blocks are freed, and keeps smaller blocks, so a
+    second model does not fit into the gaps that the first one has left.
     """
     _set({_M_MMAP_THRESHOLD: 1 << 20})
 

@@ -3,9 +3,9 @@
 torch puts such a tensor (a batch from a data-loader worker) into a file in /dev/shm and unlinks it in the
 next call: a worker that is killed in between leaves the file, and its name does not show whether another
 container uses it. A Python thread that listens on a socket in /tmp/pymp-* passes the descriptor: a worker
-that is killed at any time leaves the socket. Here the memory is an anonymous file (``memfd_create``), which a
-small /dev/shm does not limit, and the socket is an abstract one, restricted to the same user and
-authenticated with Python's key as before. Values and sharing semantics are unchanged.
+that is killed at any time leaves the socket behind. Here, the memory is an anonymous file (``memfd_create``),
+which a small /dev/shm does not limit, and the socket is an abstract one, which is restricted to the same user
+and authenticated with Python's key as before. Values and sharing semantics are unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield the replacements for torch's and Python's functions that create names; Linux only."""
+    """Yield the replacements for the functions of torch and Python that create names; Linux only."""
     if sys.platform == "linux":
         yield _Storage, "_new_using_fd_cpu", staticmethod(_anonymous)
         if hasattr(_Storage, "_swap_data_ptr_"):  # older torches move a storage in C++ alone
@@ -50,7 +50,7 @@ def _anonymous(size: int) -> torch.UntypedStorage:
 
 
 def _moving(original: Any) -> Any:
-    """Return torch's method, preceded by a copy of the storage into unnamed shared memory."""
+    """Return torch's method, changed to first copy the storage into unnamed shared memory."""
 
     @_share_memory_lock_protected
     def _share_fd_cpu_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def _moving(original: Any) -> Any:
 
 
 class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,misc]
-    """Python's resource sharer on an abstract socket; a receiver that has disconnected is ignored."""
+    """Python's resource sharer with an abstract socket; a receiver that has disconnected is ignored."""
 
     def _start(self) -> None:
         """Start listening, in a thread."""
@@ -88,7 +88,7 @@ class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,mis
                     sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
     def _hand_over(self, accepted: socket.socket, _: object) -> bool:
-        """Send the requested resource to the receiver; return False if it asks the thread to stop."""
+        """Send the requested resource to the receiver; return False if the thread is asked to stop."""
         with Connection(accepted.detach()) as other:
             if _user_at(other) != os.geteuid():  # an abstract socket has no permissions
                 return True

@@ -1,7 +1,7 @@
-"""Ascend NPUs through torch_npu's own interface, without its process-wide ``transfer_to_npu``.
+"""Ascend NPUs, used through torch_npu's own interface without its process-wide ``transfer_to_npu``.
 
-``transfer_to_npu`` disables ``torch.jit.script`` and turns float64 into float32 in the whole process; our
-redirection only remaps names of ``torch.cuda``.
+``transfer_to_npu`` disables ``torch.jit.script`` and converts float64 to float32 in the whole process. The
+redirection of this package only remaps names of ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
-    """An Ascend NPU, with HCCL."""
+    """An Ascend NPU, used with HCCL."""
 
     name = "npu"
     backend = "hccl"
@@ -120,7 +120,7 @@ class NpuDevice(Device):
 
 
 def _event_of_any_graph(event: type) -> type:
-    """Return torch.npu's event class, accepting and ignoring torch 2.9's ``external``.
+    """Return torch.npu's event class, changed to accept and ignore torch 2.9's argument ``external``.
 
     ``external`` matters only in graph captures; megatron-core 0.19 passes it for
     ``--fine-grained-activation-offloading``, with and without graphs.
@@ -140,11 +140,11 @@ def _event_of_any_graph(event: type) -> type:
 
 
 def _no_range(*_: Any, **__: Any) -> None:
-    """Replace ``torch.cuda.nvtx``: an NPU has no NVIDIA profiler to show its ranges."""
+    """Replacement for ``torch.cuda.nvtx``, because an NPU has no NVIDIA profiler to show its ranges."""
 
 
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Run ``callable`` once the device is initialized. torch_npu does not accept torch's ``seed=``."""
+    """Run ``callable`` once the device is initialized. torch_npu does not accept torch's ``seed``."""
     torch.npu._lazy_call(callable)
 
 
@@ -164,7 +164,7 @@ class _DefaultGenerators(Sequence):
 
 
 def _memory_used(device: Any = None) -> int:
-    """Return the bytes of device memory in use by all processes."""
+    """Return the number of bytes of device memory that all processes use."""
     free, total = torch.npu.mem_get_info(_npu_for_cuda(device))
     return total - free
 
@@ -201,7 +201,7 @@ def _saturates() -> bool:
 
 
 def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``properties`` with the major and minor version filled in, which torch_npu leaves as None."""
+    """Return ``properties`` with the major and minor version filled in; torch_npu leaves them as None."""
 
     @functools.wraps(properties)
     def get_device_properties(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taking_cuda(value: Any) -> Any:
-    """Wrap a function of torch.npu to accept CUDA devices too; return other values unchanged."""
+    """Wrap a function of torch.npu so that it also accepts CUDA devices; return other values unchanged."""
     if not isinstance(value, types.FunctionType):
         return value
 

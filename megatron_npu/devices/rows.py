@@ -1,4 +1,4 @@
-"""Small values of many steps, stored in one tensor."""
+"""Storage for small values of many steps in one tensor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 class Rows:
-    """Rows ``[b]`` or ``[b, n]`` that are appended to one tensor, which doubles its size when full.
+    """Rows ``[b]`` or ``[b, n]`` that are appended to one tensor, which doubles its size when it is full.
 
-    On a CPU, one small tensor per step would stay between the freed activations of that step in a heap that
+    On a CPU, one small tensor per step would stay between the freed activations of that step, in a heap that
     keeps freed memory (``malloc.keep_freed_memory``): the next step's activations would not fit into the
-    gaps, and the process would grow by their size in each step.
+    gaps, and the memory of the process would grow by their size in each step.
 
     Args:
         filling: the value for missing elements of narrower rows.

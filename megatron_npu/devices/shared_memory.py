@@ -1,14 +1,14 @@
 """Collectives between ranks on one machine, through shared memory instead of gloo's sockets.
 
 gloo sends data through the kernel's loopback network even to a process on the same machine, which copies each
-byte into and out of the kernel and adds TCP's overhead. Here every rank writes the parts that others reduce
-to a shared segment, reduces its own part, and reads the results of the others. gloo still synchronizes the
-ranks, so a dead or late rank ends the wait as before. Sums over two ranks are bitwise identical to gloo's;
-with more ranks the order of additions differs.
+byte into and out of the kernel and adds the overhead of TCP. Here, every rank writes the parts that others
+reduce to a shared segment, reduces its own part, and reads the results of the others. gloo still synchronizes
+the ranks, so a dead or late rank ends the wait as before. Sums over two ranks are bitwise identical to
+gloo's; with more ranks, the order of additions differs.
 
 The segment is an anonymous file in memory (``memfd_create``), opened through the first rank's ``/proc``. It
 has no name in ``/dev/shm``, so nothing is left behind if a process dies, and a small ``/dev/shm`` does not
-matter.
+limit its size.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Segment:
     Args:
         group: a gloo group whose ranks are all on one machine; all of them create their segment at the same
             time.
-        chunk: number of bytes of a tensor per stage.
+        chunk: the number of bytes of a tensor per stage.
 
     Raises:
-        OSError: a rank cannot map the memory; raised on all of them.
+        OSError: a rank cannot map the memory; the error is raised on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunk: int = _CHUNK) -> None:
@@ -53,7 +53,7 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` (flat) with its sum over the ranks, bitwise identical on all of them."""
+        """Replace the flat ``tensor`` with its sum over the ranks, bitwise identical on all of them."""
         chunks = tensor.split(self._elements(tensor) * self._ranks)
         stages = [self._parts(chunk, -(-chunk.numel() // self._ranks)) for chunk in chunks]
         self._give(stages[0])
@@ -83,7 +83,7 @@ class Segment:
             self._stage += 1
 
     def all_gather(self, output: Tensor, given: Tensor) -> None:
-        """Gather ``given`` (flat) from all ranks into ``output`` (flat), which may contain ``given``."""
+        """Gather the flat ``given`` from all ranks into the flat ``output``, which may contain ``given``."""
         shards = output.view(self._ranks, -1)
         shards[self._rank].copy_(given)
         for parts in zip(*(shard.split(self._elements(given)) for shard in shards), strict=True):
@@ -140,11 +140,11 @@ class Segment:
 def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
     """Return ``size`` zeroed bytes that all ranks of ``group`` have mapped.
 
-    The first rank creates an unnamed file and sends its process id and descriptor to the others, which open
-    it through /proc.
+    The first rank creates an unnamed file and sends its process id and descriptor to the other ranks, which
+    open the file through /proc.
 
     Raises:
-        OSError: some rank cannot map the memory; raised on all of them.
+        OSError: a rank cannot map the memory; the error is raised on all ranks.
     """
     where, reason, memory, descriptor = (
         torch.zeros(3, dtype=torch.int64),
@@ -190,8 +190,8 @@ def _name(token: int) -> str:
 def _open(process: int, descriptor: int, token: int) -> int:
     """Return a descriptor of the anonymous file that another process has created.
 
-    Its name must contain the token: in another container or on another machine, the same process id belongs
-    to an unrelated process.
+    The name of the file must contain the token: in another container or on another machine, the same process
+    id belongs to an unrelated process.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     if os.readlink(path) != f"/memfd:{_name(token)} (deleted)":

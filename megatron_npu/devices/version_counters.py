@@ -16,7 +16,7 @@ WITHOUT_BUMP = ("broadcast", "recv", "scatter", "all_to_all", "all_to_all_single
 
 
 def bump_version(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective that increments the version counter of its first argument, or of the tensors in it.
+    """Return a collective that increments the version counters of the tensors in its first argument.
 
     Attention caches values read from a mask until the mask is written to. With a data loader that receives
     every batch in the same buffer, it would otherwise use the document boundaries of the first batch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_npu.doctor import others
+from megatron_npu.doctor import launcher, others
 
 Report = dict[str, Any]
 
@@ -20,6 +20,7 @@ def advice(report: Report) -> list[str]:
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),
+        *launcher.advice(report.get("launcher", {})),
         *_of_package(report.get("package", {})),
         *_of_megatron(report.get("megatron", {})),
         *_of_versions(versions, devices),
@@ -85,8 +86,9 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
         )
     if versions.get("transformer-engine") and devices.get("selected") in ("npu", "cpu"):
         found.append(
-            "transformer-engine is installed and imported by megatron-core, but it needs CUDA, which "
-            "this run does not use: pip uninstall transformer-engine, or use another environment."
+            "transformer-engine is installed and imported by megatron-core, but it requires "
+            "CUDA, which this run does not use: pip uninstall transformer-engine, or use "
+            "another environment."
         )
     return found
 
@@ -167,9 +169,9 @@ def _of_operations(operations: dict[str, Any]) -> list[str]:
     found = [f"operation {name} fails: {reason}" for name, reason in operations.get("failures", {}).items()]
     found += [
         (
-            f"{name} deviates too much from its formula ({operations['largest_error'][name]:.2g}): its "
-            "results on this device are wrong. MEGATRON_NPU_VERIFY shows which layers of a run are "
-            "affected."
+            f"{name} deviates too much from its formula (by "
+            f"{operations['largest_error'][name]:.2g}): its results on this device are wrong. "
+            "MEGATRON_NPU_VERIFY shows which layers of a run are affected."
         )
         for name in operations.get("beyond_limit", [])
     ]

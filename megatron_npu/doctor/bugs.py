@@ -12,7 +12,7 @@ from megatron_npu.upstream import megatrons
 
 
 def tell(megatron: str | None, *, as_json: bool) -> int:
-    """Print the bugs of the Megatron in the folder ``megatron`` (None: the one that a run would import).
+    """Print the bugs of the Megatron in the folder ``megatron``, or if None of the one a run would import.
 
     Returns:
         Always 0.

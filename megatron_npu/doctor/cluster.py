@@ -1,7 +1,8 @@
-"""``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
+"""Support for ``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
 
-The ranks connect as in a run (an address of 127.0.1.1 or a firewall gives a one-line error) and exchange
-their findings, which rank 0 prints. ``--out`` writes lists of the machines that passed and failed.
+The ranks connect as in a run (an address of 127.0.1.1 or a firewall results in a one-line error) and exchange
+their findings, which rank 0 prints. With ``--out``, rank 0 writes lists of the machines that passed and
+failed.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ def main(folder: str | None, out: str | None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         raise UsageError(
-            "--cluster was started in only one process",
-            "one process per device on every machine",
-            "Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
+            "--cluster was started in only one process, but requires one process per device on every machine",
+            remedy="Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
         )
     device = devices.current()
     device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
@@ -145,16 +145,18 @@ def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
     for name in _RANGES:
         text = os.environ.get(name, "")
         if text and text != "auto" and not all(map(_is_range, text.split(","))):
-            faults.append(f"{name}={text}; expected port ranges such as 61000-61050,62000-62010, or auto")
+            faults.append(
+                f"{name} must be auto, or port ranges such as 61000-61050,62000-62010, but is {text}"
+            )
     base = os.environ.get("HCCL_IF_BASE_PORT", str(_BASE_PORT))
     if not base.isdecimal() or not 1024 <= int(base) <= 65536 - _PORTS:
-        return [*faults, f"HCCL_IF_BASE_PORT={base}; expected a port from 1024 to {65536 - _PORTS}"]
+        return [*faults, f"HCCL_IF_BASE_PORT must be a port from 1024 to {65536 - _PORTS}, but is {base}"]
     taken = [
         port for port in range(int(base), int(base) + _PORTS) if uses_hccl and not _is_free(address, port)
     ]
     if taken:
         faults.append(
-            f"HCCL's ports {', '.join(map(str, taken))} are already in use (HCCL_IF_BASE_PORT={base})"
+            f"HCCL's ports {', '.join(map(str, taken))} are already in use (HCCL_IF_BASE_PORT is {base})"
         )
     return faults
 
@@ -196,15 +198,15 @@ def _wrong_on_device() -> list[str]:
 
 
 def _not_shared(folder: str) -> list[str]:
-    """Return the problem on the machine that has it: only that machine must be left out of a job."""
+    """Return the problem on the machine that has it, because only that machine must be left out of a job."""
     seen, rank = shared_folder.views(Path(folder)), dist.get_rank()
     if not seen:
         alone = dist.get_world_size() == 1
-        return [] if alone or rank else [f"--folder {folder}: no file can be created there"]
+        return [] if alone or rank else [f"no file can be created in --folder {folder}"]
     own, first = seen[rank][0], os.environ.get("LOCAL_RANK", "0") == "0"
     if own or not first:
         return []
-    return [f"--folder {folder}: what {seen[0][1]} (rank 0) writes there is not visible here"]
+    return [f"what {seen[0][1]} (rank 0) writes to --folder {folder} is not visible here"]
 
 
 # -- what pairs of machines find

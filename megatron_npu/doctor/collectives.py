@@ -1,9 +1,9 @@
-"""Run every kind of collective that Megatron uses in two processes, over the device's backend.
+"""Run every kind of collective that Megatron uses in two processes, with the device's backend.
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
-The check runs in separate processes, because the faults it looks for cause hangs. A world size of 1 only
-shows that the backend starts.
+The check runs in separate processes, because the faults that it detects cause hangs. With a world size of 1,
+it only shows that the backend starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 1024  # elements of a rank's tensor
 
 def _expect(tensor: Tensor, value: float, told: str) -> None:
     wrong = tensor[tensor != value]
-    assert not wrong.numel(), f"{told} gave {wrong[0].item()} instead of {value}"
+    assert not wrong.numel(), f"{told} returned {wrong[0].item()}, but the result must be {value}"
 
 
 def all_reduce(own: Tensor, rank: int, size: int) -> None:

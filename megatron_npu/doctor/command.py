@@ -8,7 +8,7 @@ from typing import Any
 from megatron_npu.base import settings
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
-from megatron_npu.doctor import bugs, copies, environment, others, software
+from megatron_npu.doctor import bugs, copies, environment, launcher, others, software
 from megatron_npu.doctor.advice import Report, advice
 
 
@@ -89,6 +89,7 @@ def inspect(megatron: str | None = None, *, quick: bool) -> Report:
     report: Report = {
         "versions": software.versions(),
         "package": package,
+        "launcher": launcher.launcher(),
         "megatron": {
             **environment.megatron(found_by, pins=torch_error is None),
             "patched_by": software.patched_by(),
@@ -108,10 +109,8 @@ def _with_torch(megatron: dict[str, Any], *, quick: bool) -> Report:
     found: Report = {"devices": hardware.device_list()}
     if quick or "error" in found["devices"]:
         return found
-    if "error" not in megatron and not megatron["failing"]:
-        found["ledger"] = subprocess_checks.ledger(megatron["root"])
-    found["operations"] = subprocess_checks.operations()
-    found["deepspeed"] = subprocess_checks.deepspeed()
+    applies = "error" not in megatron and not megatron["failing"]
+    found |= subprocess_checks.before_communication(megatron["root"] if applies else None)
     found["communication"] = subprocess_checks.communication()
     return found
 
@@ -127,7 +126,7 @@ def text(report: Report) -> str:
 
 
 def _of(report: Report) -> str:
-    """Return the Megatron that the verdict is about; another Megatron's scripts would import that one."""
+    """Return the Megatron to which the verdict applies; the scripts of another one would import that one."""
     found = report.get("megatron", {})
     return f" with {found['upstream']} {found['version']}" if "upstream" in found else ""
 

@@ -20,7 +20,7 @@ PREFIXES = (
 
 
 def put_on_path(path: str | None) -> str:
-    """Put the Megatron that a run would import first on ``sys.path``; return how it was found.
+    """Put the Megatron that a run would import first on ``sys.path``, and return how it was found.
 
     The search order is ``path`` (default: ``MEGATRON_LM_PATH``), the checkout that contains this project (as
     in Ascend's guide), ``sys.path``, and the working directory.
@@ -45,7 +45,7 @@ def put_on_path(path: str | None) -> str:
 
 
 def _around_this_clone() -> megatrons.Upstream | None:
-    """Return the Megatron around the clone of this project that the working directory is in, or None."""
+    """Return the Megatron that contains the clone of this project in the working directory, or None."""
     here = Path.cwd()
     clones = (folder for folder in (here, *here.parents) if _is_clone(folder))
     return next((found for clone in clones if (found := megatrons.inside(clone.parent))), None)
@@ -63,9 +63,9 @@ def _first_on_path() -> megatrons.Upstream | None:
 
 
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
-    """Return which Megatron would be imported, from where, what it shadows, and the state of its patches.
+    """Return the Megatron that would be imported, its location, what it shadows, and its patches' states.
 
-    ``pins`` compares each patch with the sources; this needs torch, because the adaptors import it.
+    ``pins`` compares each patch with the sources; this requires torch, because the adaptors import it.
     """
     try:
         found = megatrons.find()

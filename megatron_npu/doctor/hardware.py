@@ -20,10 +20,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_list() -> dict[str, Any]:
-    """Return the number of devices of each kind, or why there are none, and the selected devices.
+    """Return the number of devices of each kind, or the reason why there are none, and the selected devices.
 
-    ``each`` lists the devices of the selected kind: ``device``, ``model``, ``free_mib``, ``total_mib``; the
-    last two are present only if torch reports them.
+    ``each`` lists the devices of the selected kind with ``device``, ``model``, ``free_mib`` and
+    ``total_mib``; the last two are present only if torch reports them.
     """
     kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
     reasons = {device.name: device.absence() for device in kinds}

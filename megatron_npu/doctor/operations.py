@@ -59,7 +59,7 @@ def _plain_dropout_error(make: Make) -> float:
 
 
 def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
-    """Return how far kept values are from ``residual + x / 0.75``, and dropped ones from ``residual``.
+    """Return the distance of kept values from ``residual + x / 0.75``, and of dropped ones from ``residual``.
 
     Raises:
         ArithmeticError: the fraction of dropped values is not the requested 0.25.
@@ -69,7 +69,7 @@ def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
     share = (nearest == dropped).float().mean()
     # 32,768 decisions: the standard deviation of the share is 0.0024
     if abs(share - 0.25) >= 0.015:
-        raise ArithmeticError(f"{share:.3f} of the values were dropped instead of 0.25")
+        raise ArithmeticError(f"{share:.3f} of the values were dropped, but expected 0.25")
     return verify.relative_error(ours, nearest)
 
 
@@ -110,7 +110,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def report() -> dict[str, object]:
-    """Test in fp32 and bf16; return failures, largest errors, errors above the limit, and fallbacks."""
+    """Test in fp32 and bf16; return the failures, largest errors, errors above the limit, and fallbacks."""
     failures: dict[str, str] = {}
     largest: dict[str, float] = {}
     beyond: set[str] = set()

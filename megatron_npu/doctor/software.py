@@ -30,8 +30,8 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 def torch_import_error() -> str | None:
     """Import torch; return None, or a one-line reason if the import fails.
 
-    torch imports every installed device package at its end, and their exceptions look like torch's own: a
-    second attempt without them shows which one is at fault.
+    torch imports every installed device package at its end, and their exceptions look like torch's own. A
+    second attempt without these packages shows which of them causes the failure.
     """
     if not is_installed("torch"):
         return (
@@ -65,7 +65,7 @@ def _imports_without_backends() -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package, torch and its optional packages; None: not installed."""
+    """Return the versions of Python, this package, torch and its optional packages; None if not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "megatron-npu": f"{megatron_npu.__version__} in {Path(megatron_npu.__file__).resolve().parents[1]}",
@@ -93,7 +93,7 @@ def extensions() -> dict[str, list[str]]:
 
 
 def _of_torch() -> dict[str, str | None]:
-    """Return versions that only torch knows; empty if torch cannot be imported."""
+    """Return the versions that can only be queried through torch; empty if torch cannot be imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -119,7 +119,7 @@ def _cann() -> str | None:
 
 
 def _toolkit_file(pattern: str) -> str | None:
-    """Return the line that names the version in a file of the CANN toolkit."""
+    """Return the line that contains the version in a file of the CANN toolkit."""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
         root = os.environ.get(variable)
         for path in sorted(Path(root).glob(pattern)) if root else []:
@@ -147,7 +147,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return how Megatron gets patched in a process that simply runs a stock script."""
+    """Return how Megatron is patched in a process that simply runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,37 @@ from megatron_npu.process import python_child
 from megatron_npu.upstream import early_import
 
 TIMEOUT = 300  # seconds for one check; on an idle machine a few are enough
+# A check yields the process that it has started, is sent its output and error, and returns its part.
+Check = Generator[subprocess.Popen[str], tuple[str, str | None], dict[str, Any]]
 # The rank of this process in a job must not leak into a check of two processes.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def before_communication(root: str | None) -> dict[str, dict[str, Any]]:
+    """Run the checks of one process each at the same time: most of their time is the import of torch.
+
+    Args:
+        root: the folder of the Megatron whose patches are applied, or None to leave out that check.
+
+    Returns:
+        The part of the report of each check.
+    """
+    checks = {} if root is None else {"ledger": _ledger(root)}
+    return _together(checks | {"operations": _operations(), "deepspeed": _deepspeed()})
+
+
 def operations() -> dict[str, Any]:
     """Compare every operation with its reference on the selected device."""
+    return _together({"operations": _operations()})["operations"]
+
+
+def _operations() -> Check:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         began = time.monotonic()
         # a fallback is to be reported, not to end the check
         variables = {settings.VERIFY.name: "all", settings.STRICT.name: "0"}
-        _, error = _wait(_start("megatron_npu.doctor.operations", str(report), **variables), TIMEOUT)
+        _, error = yield _start("megatron_npu.doctor.operations", str(report), **variables)
         if error is not None:
             return {"error": error}
         return json.loads(report.read_text()) | {"seconds": round(time.monotonic() - began, 1)}
@@ -36,8 +56,8 @@ def operations() -> dict[str, Any]:
 def communication() -> dict[str, Any]:
     """Run every kind of collective that Megatron uses in two processes.
 
-    With one accelerator, a single process runs the checks, because NCCL and HCCL do not let two share a
-    device.
+    With one accelerator, a single process runs the checks, because NCCL and HCCL do not allow two processes
+    to share a device.
     """
     device = devices.current()
     processes = 1 if device.name != "cpu" and device.count() == 1 else 2
@@ -65,9 +85,13 @@ def communication() -> dict[str, Any]:
 
 def ledger(root: str) -> dict[str, Any]:
     """Import the patched modules of the Megatron in ``root``, and return the state of their patches."""
+    return _together({"ledger": _ledger(root)})["ledger"]
+
+
+def _ledger(root: str) -> Check:
     began = time.monotonic()
     command = ("megatron_npu", "ledger", "--json", "--megatron", root)
-    output, error = _wait(_start(*command, **{settings.VERIFY.name: ""}), TIMEOUT)
+    output, error = yield _start(*command, **{settings.VERIFY.name: ""})
     try:
         content = json.loads(output)
     except ValueError:
@@ -82,15 +106,41 @@ def ledger(root: str) -> dict[str, Any]:
 
 
 def deepspeed() -> dict[str, Any]:
-    """Import DeepSpeed as a run does; return its accelerator, or nothing if it is not installed."""
+    """Import DeepSpeed as a run does; return its accelerator, or an empty result if it is not installed."""
+    return _together({"deepspeed": _deepspeed()})["deepspeed"]
+
+
+def _deepspeed() -> Check:
     if early_import.is_absent("deepspeed"):
         return {}
-    output, error = _wait(_start("megatron_npu.doctor.deepspeed_check"), TIMEOUT)
+    output, error = yield _start("megatron_npu.doctor.deepspeed_check")
     return {"error": error} if error is not None else json.loads(output.splitlines()[-1])
 
 
+def _together(checks: Mapping[str, Check]) -> dict[str, dict[str, Any]]:
+    """Start all checks, wait for each, and return the part of the report of each, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    processes: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name, check in checks.items():
+            try:
+                processes[name] = next(check)
+            except StopIteration as end:  # nothing to start
+                found[name] = end.value
+        for name, process in processes.items():
+            try:
+                checks[name].send(_wait(process, TIMEOUT))
+            except StopIteration as end:
+                found[name] = end.value
+    finally:
+        for process in processes.values():
+            process.kill()  # without effect on one that has ended
+            process.wait()
+    return {name: found[name] for name in checks}
+
+
 def _misses_a_package(row: dict[str, Any]) -> bool:
-    """Return whether a module could not be imported because a package other than Megatron is missing."""
+    """Return True if a module could not be imported because a package other than Megatron is missing."""
     return (
         row["state"] == "pending" and "No module named" in row["reason"] and "'megatron" not in row["reason"]
     )

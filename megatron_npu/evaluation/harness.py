@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])
     if not is_installed("lm_eval"):
-        raise UsageError("lm-eval is not installed", "lm-eval 0.4.13 or later", "pip install lm-eval")
+        raise UsageError(
+            "lm-eval 0.4.13 or later is required, but it is not installed. Install it: pip install lm-eval"
+        )
     asked = lm_eval_files.given(argv)
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:

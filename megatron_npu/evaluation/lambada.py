@@ -29,7 +29,7 @@ from megatron_npu.pretrain.run import initialize, layout
 
 
 class Found(NamedTuple):
-    """The result of the model for a passage.
+    """The model's result for a passage.
 
     Attributes:
         example: the passage.
@@ -57,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--lm-eval-cut",
         action="store_true",
-        help="predict the whole last word, split from its context as in lm-eval's task lambada_openai",
+        help=(
+            "predict the whole last word, separated from its context as in the task lambada_openai of lm-eval"
+        ),
     )
     add("--results", metavar="FILE", help="write the result of each passage to FILE as JSON lines")
     add("--micro-batch-size", type=positive, default=4, help="number of passages per forward pass")
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(argv)
     if args.strict_lambada and args.lm_eval_cut:
-        raise UsageError("--strict-lambada and --lm-eval-cut", "only one of them", "Remove one.")
+        raise UsageError("--strict-lambada and --lm-eval-cut are mutually exclusive. Remove one.")
     if args.results:
         sample_files.require_writable(args.results)
     initialize.silence_known_warnings()
@@ -116,9 +118,9 @@ def _counts(rows: Sequence[Found]) -> tuple[int, int]:
 
 
 def perplexity(rows: Sequence[Found]) -> float:
-    """Return the exponential of the mean negative log-likelihood of the answers; each passage counts once.
+    """Return the exponential of the mean negative log-likelihood of the answers, or infinity on overflow.
 
-    The result is infinite if it overflows.
+    Each passage is counted once.
     """
     try:
         return math.exp(-sum(row.logprob for row in rows) / len(rows))

@@ -1,7 +1,7 @@
-"""Check the files of an lm-eval run: results must be writable, and caches must be safe from other users.
+"""Checks of the files of an lm-eval run: results must be writable, and caches safe from other users.
 
-If lm-eval cannot write its results, it only warns and ends with exit code 0; its caches are pickles, which
-execute code when they are read.
+The results are checked because lm-eval only warns if it cannot write them, and still ends with exit code 0.
+The caches are checked because they are pickles, which execute code when they are read.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def require(asked: argparse.Namespace) -> None:
     reason = files.refusal(there) if there.is_dir() else "it is not a folder"
     if reason:
         raise UsageError(
-            f"--output_path {asked.output_path}: {there} cannot be written ({reason})",
-            "a writable folder, or a .json file in one",
-            "Use another path: otherwise lm-eval would run the evaluation and lose the results.",
+            f"--output_path {asked.output_path} must be a writable folder, or a .json file in one, but "
+            f"{there} cannot be written ({reason}). Use another path; otherwise lm-eval would run the "
+            "evaluation and lose the results."
         )
     whole_results.remove_abandoned(place)
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return the reason why a run that ended normally has no results, or an empty string if it has results.
+    """Return the reason why a run that ended normally has no results, or "" if it has results.
 
     Args:
         output_path: the value of lm-eval's option.
@@ -88,8 +88,7 @@ def _caches(prefix: str | None) -> Iterator[Path]:
 def _require_own(path: Path) -> None:
     if wrong := files.others(path):
         raise UsageError(
-            f"the cache {path} {wrong}",
-            "a cache that only this user can write to: lm-eval executes the code in it",
-            f"Remove it; if you know what it holds, run chmod go-w on it; or use another --use_cache or "
-            f"{_CACHE_VARIABLE}.",
+            f"the cache {path} {wrong}, but only this user may be able to write to it, because lm-eval "
+            "executes the code in it. Remove it; if you know what it holds, run chmod go-w on it; or use "
+            f"another --use_cache or {_CACHE_VARIABLE}."
         )

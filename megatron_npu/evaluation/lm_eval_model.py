@@ -55,7 +55,7 @@ class MegatronNpu(TemplateLM):
     Args:
         load: the folder that was given to ``--save``.
         vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
-        fp16, bf16: whether to use a precision other than that of the training run.
+        fp16, bf16: whether to use this precision in place of the precision of the training run.
         tensor_model_parallel_size, pipeline_model_parallel_size: the number of processes that share each
             layer, and the number of pipeline stages.
         max_length: the maximum number of input tokens. If None, it is the number of positions of the model.
@@ -102,13 +102,12 @@ class MegatronNpu(TemplateLM):
         self.max_length = max_length or self._model.sampler.positions
         if self.max_length > self._model.sampler.positions:
             raise UsageError(
-                f"--model_args max_length={max_length}",
-                f"at most {self._model.sampler.positions} positions",
-                "Lower max_length.",
+                f"max_length in --model_args must be at most {self._model.sampler.positions}, the number of "
+                f"positions of the model, but got {max_length}. Lower max_length."
             )
 
     def close(self) -> None:
-        """Release the model and the other processes. No requests are possible after this call."""
+        """Release the model and the other processes. The object cannot process requests after this call."""
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
@@ -213,9 +212,8 @@ class MegatronNpu(TemplateLM):
         found = chat_template.of(self._model.args)
         if found is None:
             raise UsageError(
-                "--apply_chat_template with a checkpoint that has no chat template",
-                "a Hugging Face tokenizer with a chat template",
-                "Remove it.",
+                "--apply_chat_template requires a Hugging Face tokenizer with a chat template, but this "
+                "checkpoint has no chat template. Remove it."
             )
         return found
 
@@ -234,10 +232,10 @@ class MegatronNpu(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return each request's log-likelihood of its continuation, and whether it is the most likely one.
+        """Return the log-likelihood of each request's continuation, and whether greedy decoding produces it.
 
         If a text is too long, only its last tokens are used. Requests whose texts differ only in their last
-        token (one-token answers to the same question) are computed once.
+        token, such as one-token answers to the same question, share one computation.
         """
         texts, firsts = [], []
         for _, context, continuation in requests:
@@ -306,13 +304,13 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return the last ids of a context, as many as fit while leaving room for the answer."""
+        """Return the last ids of a context, as many as fit into the model together with the answer."""
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(
-                f"{wish.tokens} tokens to generate (max_gen_toks)",
-                f"fewer than the model's {self.max_length} positions",
-                f"Add --gen_kwargs max_gen_toks={self.max_length // 2}.",
+                "the number of tokens to generate (max_gen_toks) must be less than the model's "
+                f"{self.max_length} positions, but it is {wish.tokens}. Add --gen_kwargs "
+                f"max_gen_toks={self.max_length // 2}."
             )
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
@@ -338,29 +336,27 @@ class MegatronNpu(TemplateLM):
 def _check(unknown: dict[str, Any], device: str | None) -> None:
     if unknown:
         raise UsageError(
-            f"--model_args {next(iter(unknown))}=…",
-            "load, vocab_file, merge_file, fp16, bf16, tensor_model_parallel_size, "
-            "pipeline_model_parallel_size, max_length, max_gen_toks",
-            "Remove it.",
+            f"unknown key {next(iter(unknown))} in --model_args; the supported keys are load, vocab_file, "
+            "merge_file, fp16, bf16, tensor_model_parallel_size, pipeline_model_parallel_size, max_length "
+            "and max_gen_toks. Remove it."
         )
     here = devices.current().torch_device()
     # lm-eval's default is cuda:0, which means this machine's device here
     if device is not None and torch.device(device).type not in ("cuda", here.type):
         raise UsageError(
-            f"--device {device} is not the device of this process",
-            f"{here.type}",
-            "Select the device with MEGATRON_NPU_DEVICE.",
+            f"--device must be {here.type}, the device of this process, but got {device}. Select the device "
+            "with MEGATRON_NPU_DEVICE."
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
         raise UsageError(
-            "a process group already exists", "no process group", "Start the processes with torchrun."
+            "a process group already exists, but the evaluation must create its own. Start the processes "
+            "with torchrun."
         )
 
 
 def _require(context: list[int], continuation: list[int], longest: int) -> None:
     if not context or not 0 < len(continuation) <= longest:
         raise UsageError(
-            f"a context of {len(context)} tokens and a continuation of {len(continuation)}",
-            f"at least one token of each, and at most {longest} in total",
-            "Remove the example.",
+            f"the example has a context of {len(context)} tokens and a continuation of {len(continuation)}; "
+            f"each must have at least one token, and together at most {longest}. Remove the example."
         )

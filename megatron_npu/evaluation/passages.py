@@ -22,15 +22,16 @@ class Example(NamedTuple):
 
 
 def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) -> list[Example]:
-    """Return the passages of a file, each truncated to the last ``longest`` input tokens.
+    """Return the passages of a file, each truncated to at most the last ``longest`` input tokens.
 
     The first process prints how many passages were truncated.
 
     Args:
         file: a file of JSON lines with the key ``text``.
         tokenizer: the tokenizer of the model.
-        cut: what to predict: the last ``token``; the last ``word``, tokenized separately as with Megatron's
-            ``--strict-lambada``; or as in lm-eval's task lambada_openai.
+        cut: what to predict: ``token`` (the last token); ``word`` (the last word, tokenized separately, as
+            with Megatron's ``--strict-lambada``); or ``lm-eval`` (the same target as lm-eval's
+            lambada_openai task).
         longest: the number of positions of the model.
 
     Raises:
@@ -40,7 +41,9 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
     try:
         lines = files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--valid-data {file}: {error}", "a JSON-lines file", "Correct the path.") from error
+        raise UsageError(
+            f"--valid-data {file} cannot be read as a JSON-lines file: {error}. Correct the path."
+        ) from error
     examples, longer = [], 0
     for number, line in enumerate(lines, 1):
         try:
@@ -48,22 +51,21 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             expected = 'a JSON object with a passage of two words or more as "text"'
             raise UsageError(
-                f"{file}, line {number} is {line[:40]!r}", expected, "Correct the line."
+                f"{file}, line {number} must be {expected}, but it is {line[:40]!r}. Correct the line."
             ) from error
         asked = len(example.answer)
         room = longest + 1 - asked  # for the context
         if not example.context or not asked or room < 1:
             raise UsageError(
                 f"{file}, line {number}: the passage has {len(example.context)} tokens, and its last word "
-                f"{asked}",
-                f"at least one token before the word, and both within the model's {longest} positions",
-                "Remove the passage, or use a model with more positions.",
+                f"{asked}; there must be at least one token before the word, and both must fit into the "
+                f"model's {longest} positions. Remove the passage, or use a model with more positions."
             )
         longer += len(example.context) > room
         examples.append(Example(example.context[-room:], example.answer))
     if not examples:
         raise UsageError(
-            f"--valid-data {file} contains no passages", "at least one passage", "Correct the path."
+            f"--valid-data {file} contains no passages, but at least one is required. Correct the path."
         )
     if longer and not int(os.environ.get("RANK", "0")):
         print(
@@ -85,7 +87,7 @@ def _last_word(text: str, tokenizer: Tokenizer) -> Example:
 
 
 def _as_lm_eval(text: str, tokenizer: Tokenizer) -> Example:
-    """Split a passage like lm-eval 0.4: at the last blank only, with the ids of the whole text."""
+    """Split a passage like lm-eval 0.4 does: at the last blank only, with the ids of the whole text."""
     before, blank, word = text.rpartition(" ")
     context = before.rstrip()
     ids = tokenizer.encode(context)

@@ -21,15 +21,15 @@ _PATTERNS = ("results_*.partial", "samples_*.partial", "*.json.*.partial")
 
 @contextlib.contextmanager
 def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
-    """Make a module write only complete files inside the block; yield a list of lines about failed writes.
+    """Make a module write only complete files inside the block; yield a list of lines on failed writes.
 
     Args:
-        tracker: ``lm_eval.loggers.evaluation_tracker``.
+        tracker: the module ``lm_eval.loggers.evaluation_tracker``.
     """
     lost: list[str] = []
 
     class WholePath(type(Path())):  # type: ignore[misc]  # the kind of this system
-        """A path whose file is replaced only once the new content is completely on disk."""
+        """A path whose file is replaced only after the new content has been written to disk completely."""
 
         def write_text(self, data: str, *_: Any, **__: Any) -> int:
             """Write the file with the encoding and line endings of ``files.write``."""

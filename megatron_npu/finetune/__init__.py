@@ -1,7 +1,7 @@
 """Accelerated training of Transformers models and custom models, configured by switches or templates.
 
-Scripts import the names below from this package or, under ``megatron-npu train``, from ``rapidformer``. They
-are imported on first use, so that help texts do not load torch.
+User scripts import the names below from this package or, when run by ``megatron-npu train``, from
+``rapidformer``. The names are imported lazily, so that printing a help text does not load torch.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except (TemplateError, RecursionError) as error:
             raise UsageError(
-                f"the chat template is invalid: {str(error)[:200]}",
-                "a valid Jinja template",
-                "Get a fresh copy of the tokenizer.",
+                f"the chat template is not a valid Jinja template: {str(error)[:200]}",
+                remedy="Get a fresh copy of the tokenizer.",
             ) from error
 
     def render(self, messages: Sequence[Message], *, begin_answer: bool = True) -> str:
@@ -77,9 +76,9 @@ class ChatTemplate:
                 )
         except Exception as error:  # a template can fail in any way that an expression of Python can
             raise UsageError(
-                f"the chat template rejects the messages: {str(error)[:200]}",
-                "messages with the roles and in the order that the model was trained on",
-                "Change the messages.",
+                f"the chat template rejects the messages: {str(error)[:200]}. The messages must have the "
+                "roles and the order that the model was trained on",
+                remedy="Change the messages.",
             ) from error
         if begin_answer:
             return text

@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
         "--num-samples",
         type=whole,
         help=(
-            "number of samples: continuations of --prompt, or unconditional samples without it; 0: "
-            "interactive conversation"
+            "number of samples: continuations of --prompt, or unconditional samples if there is no "
+            "prompt; 0 starts an interactive conversation"
         ),
     )
     add("--sample-input-file", metavar="FILE", help="file with one prompt per line")
@@ -57,33 +57,38 @@ def add_sampling(add: trained_model.Add) -> None:
     add(
         "--num-tokens",
         type=integer,
-        help=f"maximum number of tokens to generate (default: {_DEFAULT.num_tokens}, or what "
-        "--out-seq-length allows)",
+        help=(
+            f"maximum number of tokens to generate (default: {_DEFAULT.num_tokens}, or as many as "
+            "--out-seq-length allows)"
+        ),
     )
     add(
         "--out-seq-length",
         type=integer,
-        help="maximum total number of tokens in prompt and continuation (default: the model's positions)",
+        help=(
+            "maximum total number of tokens in the prompt and its continuation (default: the number of "
+            "positions of the model)"
+        ),
     )
     default = _DEFAULT.temperature
     add(
         "--temperature",
         type=number,
         default=default,
-        help="divide the logits by this temperature; 0: greedy decoding",
+        help="temperature by which the logits are divided; 0 selects greedy decoding",
     )
     add("--greedy", action="store_true", help="use greedy decoding, like --temperature 0")
     add(
         *("--top-k", "--top_k"),
         type=integer,
         default=0,
-        help="sample from the N most likely tokens; 0: no limit",
+        help="sample from the N most likely tokens; 0 means no limit",
     )
     add(
         *("--top-p", "--top_p"),
         type=number,
         default=0.0,
-        help="sample from the smallest set of tokens with at least this probability; 0: no limit",
+        help="sample from the smallest set of tokens with at least this total probability; 0 means no limit",
     )
     add("--seed", type=integer, default=_DEFAULT.seed, help="random seed; sample i uses seed + i")
     add(
@@ -142,13 +147,12 @@ def _check(given: argparse.Namespace) -> None:
     ways = [flag for flag in ("prompt", "sample_input_file") if getattr(given, flag) is not None]
     if not ways and given.num_samples is None:
         raise UsageError(
-            "no prompt and no number of samples",
-            "--prompt TEXT, --sample-input-file FILE, or --num-samples N (0: interactive conversation)",
-            "Pass one.",
+            "neither a prompt nor a number of samples was given. Pass --prompt TEXT, --sample-input-file "
+            "FILE, or --num-samples N (0 starts an interactive conversation)."
         )
     if len(ways) > 1 or (given.num_samples == 0 and ways):
         both = "--prompt and --sample-input-file" if len(ways) > 1 else f"--num-samples 0 and --{ways[0]}"
-        raise UsageError(both.replace("_", "-"), "only one of them", "Remove one.")
+        raise UsageError(f"{both.replace('_', '-')} are mutually exclusive. Remove one.")
     for file in (given.genfile, given.output, given.sample_output_file):
         if file is not None:
             sample_files.require_writable(file)
@@ -211,15 +215,14 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
-            f"--out-seq-length {given.out_seq_length} with a prompt of {length} tokens",
-            f"more tokens than the prompt has, and at most the model's {positions} positions",
-            "Change it, or shorten the prompt.",
+            f"--out-seq-length must be larger than the prompt, which has {length} tokens, and at most the "
+            f"model's {positions} positions, but got {given.out_seq_length}. Change it, or shorten the "
+            "prompt."
         )
     if given.num_tokens is not None and length + given.num_tokens > positions:
         raise UsageError(
-            f"a prompt of {length} tokens and --num-tokens {given.num_tokens}",
-            f"together at most the model's {positions} positions",
-            f"Pass --num-tokens {positions - length} or a shorter prompt.",
+            f"the prompt has {length} tokens and --num-tokens is {given.num_tokens}, which together exceed "
+            f"the model's {positions} positions. Pass --num-tokens {positions - length} or a shorter prompt."
         )
 
 

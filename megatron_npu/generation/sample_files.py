@@ -24,22 +24,19 @@ def read_prompts(file: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise UsageError(
-            f"--sample-input-file {file}: {reason}",
-            "a UTF-8 text file with one prompt per line",
-            "Correct the file or its path.",
+            f"--sample-input-file {file} cannot be read: {reason}. It must be a UTF-8 text file with one "
+            "prompt per line. Correct the file or its path."
         ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise UsageError(
-                f"{file}, line {number}: the prompt is empty",
-                "some text in each line",
-                "Remove the line; --num-samples N generates unconditional samples.",
+                f"{file}, line {number}: the prompt is empty, but each line must contain some text. Remove "
+                "the line; --num-samples N generates unconditional samples."
             )
     if not lines:
         raise UsageError(
-            f"--sample-input-file {file} contains no prompt",
-            "one prompt per line",
-            "Add at least one prompt.",
+            f"--sample-input-file {file} contains no prompt. Add at least one prompt; each line is one "
+            "prompt."
         )
     return lines
 
@@ -64,7 +61,7 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
     try:
         files.write(file, "".join(f"{line}\n" for line in lines))
     except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}", "a writable path", "Use another path.") from error
+        raise UsageError(f"{file} cannot be written: {error.strerror}. Use another path.") from error
 
 
 def require_writable(file: str) -> None:
@@ -75,7 +72,7 @@ def require_writable(file: str) -> None:
     """
     path = Path(file)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "a folder" if path.is_dir() else "its folder does not exist"
+        reason = "it is a folder" if path.is_dir() else "its folder does not exist"
         raise UsageError(
-            f"{file}: {reason}", "the path of a file in an existing folder", "Correct the file or its path."
+            f"{file} cannot be written: {reason}. Pass the path of a file in an existing folder."
         )

@@ -39,7 +39,7 @@ def add_flags(add: Add) -> None:
             type=whole,
             help="accepted for compatibility; must match the checkpoint, whose value is the default",
         )
-    add("--seq-length", type=whole, help="no effect; accepted for compatibility with Megatron's script")
+    add("--seq-length", type=whole, help="has no effect; accepted for compatibility with Megatron's script")
     add(
         "--tokenizer-type",
         help="accepted for compatibility; must match the checkpoint's tokenizer, which is the default",
@@ -66,7 +66,7 @@ def precision(given: argparse.Namespace) -> dict[str, Any]:
         UsageError: both flags are given.
     """
     if given.fp16 and given.bf16:
-        raise UsageError("--fp16 and --bf16", "only one of them", "Remove one.")
+        raise UsageError("--fp16 and --bf16 are mutually exclusive. Remove one.")
     return {"fp16": given.fp16, "bf16": given.bf16} if given.fp16 or given.bf16 else {}
 
 
@@ -93,9 +93,8 @@ class TrainedModel:
         ids = self.tokenizer.encode(text)
         if not ids:
             raise UsageError(
-                "the prompt is empty",
-                "at least one token",
-                "Pass some text; for unconditional samples use --num-samples 1 without a prompt.",
+                "the prompt is empty, but it must have at least one token",
+                remedy="Pass some text; for unconditional samples use --num-samples 1 without a prompt.",
             )
         self.sampler.check(ids)
         return ids
@@ -161,7 +160,6 @@ def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
         wanted, there = getattr(given, name), getattr(args, name)
         if wanted is not None and wanted != there:
             raise UsageError(
-                f"--{name.replace('_', '-')} {wanted}",
-                f"{there}, the checkpoint's value",
-                "Remove it, or load another checkpoint.",
+                f"--{name.replace('_', '-')} must be {there}, the checkpoint's value, but got {wanted}. "
+                "Remove it, or load another checkpoint."
             )

@@ -19,15 +19,19 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--model",
         metavar="SIZE",
-        help="model to measure: bert-tiny, bert-base, bert-large, gpt-tiny, gpt-124m, gpt-1.3b, or "
-        "LAYERSxHIDDEN[xHEADS] (default: the model of the published table; on a CPU or a simulated "
-        "NPU the smallest one)",
+        help=(
+            "model to measure: bert-tiny, bert-base, bert-large, gpt-tiny, gpt-124m, gpt-1.3b, or "
+            "LAYERSxHIDDEN[xHEADS] (default: the model of the published table, or the smallest one on a CPU "
+            "or a simulated NPU)"
+        ),
     )
     add(
         "--devices",
         type=positive,
-        help="number of ranks, one per device (default: 4 as in the published table, or as many as this "
-        "machine has)",
+        help=(
+            "number of ranks, one per device (default: 4 as in the published table, or as many as this "
+            "machine has if it has fewer)"
+        ),
     )
     add("--steps", type=positive, default=20, help="number of steps in one timed repetition")
     add(
@@ -39,16 +43,20 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--micro-batch-size",
         type=positive,
-        help="number of samples per rank and forward pass (default: as in the published table; on a CPU 1 "
-        "or 4)",
+        help=(
+            "number of samples per rank and forward pass (default: as in the published table, or 1 or 4 "
+            "on a CPU)"
+        ),
     )
     add(
         "--global-batch-size",
         type=positive,
         help="number of samples per step over all ranks (default: micro batch x devices)",
     )
-    add("--seq-length", type=at_least_two, help="number of tokens per sample (default: the model's)")
-    add("--vocab-size", type=at_least_two, help="number of rows in the embedding (default: the model's)")
+    add("--seq-length", type=at_least_two, help="number of tokens per sample (default: that of the model)")
+    add(
+        "--vocab-size", type=at_least_two, help="number of rows in the embedding (default: that of the model)"
+    )
     add(
         "--mixed-precision",
         choices=["bf16", "fp16"],
@@ -59,8 +67,10 @@ def parser() -> argparse.ArgumentParser:
         "--memory-limit",
         type=byte_size,
         metavar="BYTES",
-        help="memory limit per rank, such as 32G; exceeding it counts as OOM (default: the device's "
-        "memory; on a CPU four fifths of the available memory, divided by the number of ranks)",
+        help=(
+            "memory limit per rank, such as 32G; exceeding it counts as OOM (default: the device's "
+            "memory, or, on a CPU, four fifths of the available memory divided by the number of ranks)"
+        ),
     )
     add("--seed", type=seed, default=1234, help="random seed for weights, tokens and dropout")
     add("--json", type=Path, metavar="FILE", help="write all measurements to FILE as JSON")

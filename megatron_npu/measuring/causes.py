@@ -18,8 +18,8 @@ def why(plan: Plan, scheme: Scheme, verdicts: Mapping[str, str]) -> str:
     Args:
         plan: the table's plan.
         scheme: the row's scheme.
-        verdicts: the verdicts on ``peak`` and ``throughput``, as far as the document has values; each is
-            ``AS_THERE`` or not.
+        verdicts: the verdicts on ``peak`` and ``throughput``, where the document has values; each is either
+            ``AS_THERE`` or another verdict.
     """
     if scheme.printed.word == "OOM":
         return _no_oom(plan, scheme)

@@ -86,7 +86,7 @@ class Job(Setting):
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job from a string that ``to_json`` returned."""
+        """Return the job that is described by a string from ``to_json``."""
         values = json.loads(text)
         scheme = values["scheme"]
         scheme |= {"cells": tuple(scheme["cells"]), "printed": Printed(**scheme["printed"])}

@@ -64,8 +64,8 @@ class Machine:
         """Return notes that a reader of the table needs.
 
         Args:
-            ranks: number of processes per row.
-            dtype: dtype of mixed precision.
+            ranks: the number of processes per row.
+            dtype: the dtype of mixed precision.
         """
         notes = [self._memory()]
         if self.simulated:

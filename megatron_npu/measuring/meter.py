@@ -26,16 +26,17 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 class Meter:
     """Measures step times and memory of one rank.
 
-    On NPU and CUDA the memory is the peak of the device's allocator. On a CPU it is the peak of the resident
-    set minus its size before the model was built, so Python and its packages do not count. The peak is
-    measured from the end of the first step on, when all states exist, so building the model does not count.
+    On NPU and CUDA, the memory is the peak of the device's allocator. On a CPU, it is the peak of the
+    resident set minus its size before the model was built, so Python and its packages do not count. The peak
+    is measured from the end of the first step on, when all states exist, so building the model does not
+    count.
 
     Attributes:
         seconds, processor: wall time, and CPU time of all threads of this rank, for each repetition.
 
     Args:
         job: the row's job.
-        steps: a file that grows by one byte per step, for the parent; None: not needed.
+        steps: a file that grows by one byte per step, which the parent reads. If None, it is not written.
         exceeded: called in another thread, with the reason, if a rank on a CPU exceeds its limit.
     """
 
@@ -61,7 +62,7 @@ class Meter:
                 threading.Thread(target=self._watch, args=(self.job.memory_limit,), daemon=True).start()
 
     def _watch(self, limit: int) -> None:
-        """Poll the resident set size, which is what is measured, until it exceeds ``limit``."""
+        """Poll the resident set size, which is the measured value, until it exceeds ``limit``."""
         while self._grown() <= limit:
             time.sleep(_LOOK)
         if self.exceeded is not None:
@@ -99,9 +100,9 @@ class Meter:
 
 
 def _limit(limit: int) -> None:
-    """Limit this process's growth to ``limit`` bytes: by RLIMIT_DATA on a CPU, else by torch's allocator.
+    """Limit this process's growth to ``limit`` bytes: by RLIMIT_DATA on a CPU, or by torch's allocator.
 
-    RLIMIT_DATA counts all writable mappings, including the stacks of threads, hence the allowance.
+    RLIMIT_DATA counts all writable mappings, including the stacks of threads, which explains the allowance.
     """
     device = devices.current()
     if device.is_host:

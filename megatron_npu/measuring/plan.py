@@ -26,12 +26,12 @@ _SHARE = 0.8  # of the available memory of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """What is measured; ``memory_limit`` is the value that the user has given.
+    """The plan of a measurement. ``memory_limit`` is the value that the user has given.
 
     Attributes:
         suite: the suite.
         machine: the machine.
-        said: log lines about values chosen automatically.
+        said: log lines about values that were chosen automatically.
     """
 
     suite: Suite
@@ -39,12 +39,12 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return the job for a row's ranks, with the memory that each may use now."""
+        """Return the job for a row's ranks, with the memory that each of them may use now."""
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
     def _limit(self) -> int | None:
-        """Return the memory limit per rank in bytes; None: the device limits it."""
+        """Return the memory limit per rank in bytes, or None if only the device limits the memory."""
         if self.memory_limit is not None or not self.machine.is_host:
             return self.memory_limit
         return self._share_of_the_host()
@@ -64,7 +64,7 @@ class Plan(Setting):
         if limits and needed > min(limits):
             return Outcome(
                 OOM,
-                f"not started: a rank needs an estimated {needed >> 20} MB or more, but only "
+                f"not started, because a rank needs an estimated {needed >> 20} MB or more, but only "
                 f"{min(limits) >> 20} MB are available",
             )
         return None
@@ -72,7 +72,10 @@ class Plan(Setting):
     def _unfit(self, scheme: Scheme) -> str:
         parallel = scheme.tensor * scheme.pipeline
         if self.ranks % parallel:
-            return f"{scheme.name} needs {parallel} devices, or a multiple of that; there are {self.ranks}"
+            return (
+                f"{scheme.name} requires a number of devices that is a multiple of {parallel}, but "
+                f"there are {self.ranks}"
+            )
         if self.size.heads % scheme.tensor:
             return f"{self.size.heads} heads cannot be divided among {scheme.tensor} ranks"
         if self.size.layers % scheme.pipeline:
@@ -80,12 +83,12 @@ class Plan(Setting):
         if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
             return "the global batch is not a multiple of the micro batch times the ranks"
         if scheme.sharding != "none" and self.ranks == 1:
-            return "with only one rank there is nothing to shard"
+            return "there is nothing to shard with only one rank"
         return ""
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return why the switches of a row cannot be combined here; empty if they can."""
+    """Return the reason why a row's switches cannot be combined here; empty if they can."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",
@@ -96,7 +99,7 @@ def _refused(job: Job, device: str) -> str:
     try:
         refuse(job.switches, place)
     except UsageError as error:
-        return f"{error.given}; expected {error.expected}"
+        return error.problem
     return ""
 
 
@@ -114,9 +117,8 @@ def plan(args: Namespace, machine: Machine) -> Plan:
     whole = args.global_batch_size or micro * ranks
     if whole % (micro * ranks):
         raise UsageError(
-            f"--global-batch-size {whole}",
-            f"a multiple of {micro * ranks}: micro batch size {micro} x {ranks} devices",
-            "Change one of the three flags.",
+            f"--global-batch-size must be a multiple of {micro * ranks} (micro batch size {micro} x {ranks} "
+            f"devices), but got {whole}. Change one of the three flags."
         )
     return Plan(
         suite=suite,
@@ -140,9 +142,12 @@ def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str
     if asked is not None:
         return asked, ()
     if not small:
-        return documented, (f"--model {documented}: the document's",)
+        return documented, (f"--model {documented} is used, as in the document",)
     name = suite.family.sizes[0].name
-    return name, (f"--model {name}: small enough to run here quickly; the document's is {documented}",)
+    return name, (
+        f"--model {name} is used, because it is small enough to run quickly here; the document uses "
+        f"{documented}",
+    )
 
 
 def _size(args: Namespace, suite: Suite, model: str) -> Size:
@@ -150,7 +155,8 @@ def _size(args: Namespace, suite: Suite, model: str) -> Size:
         return suite.family.size(model, args.seq_length, args.vocab_size)
     except Unfit as unfit:
         raise UsageError(
-            f"--model {unfit.given} with --suite {suite.name}", unfit.expected, "Use one of these models."
+            f"--model must be {unfit.expected} with --suite {suite.name}, but got {unfit.given}. Use one of "
+            "these models."
         ) from None
 
 
@@ -159,9 +165,8 @@ def _ranks(asked: int | None, machine: Machine) -> int:
         return asked or _DOCUMENTED_DEVICES
     if asked is not None and asked > machine.count:
         raise UsageError(
-            f"--devices {asked}",
-            f"at most the {machine.count} devices of this machine",
-            "Pass fewer, or use a machine with more devices.",
+            f"--devices must be at most {machine.count}, the number of devices of this machine, but got "
+            f"{asked}. Pass fewer, or use a machine with more devices."
         )
     return asked or min(_DOCUMENTED_DEVICES, machine.count)
 
@@ -169,36 +174,30 @@ def _ranks(asked: int | None, machine: Machine) -> int:
 def _check_surroundings(args: Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "`megatron-npu bench` was started under torchrun",
-            "a single process, because it starts its own ranks",
-            "Start it without torchrun.",
+            "`megatron-npu bench` must be started as a single process, because it starts its own ranks, but "
+            "it was started under torchrun. Start it without torchrun."
         )
     if args.plot is not None and not is_installed("matplotlib"):
         raise UsageError(
-            "--plot, but matplotlib is not installed",
-            "matplotlib, which draws the plot",
-            "pip install matplotlib",
+            "--plot requires matplotlib, which is not installed. Install it: pip install matplotlib"
         )
     given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
     for path in given:
         _check_file(path)
     if len({path.absolute() for path in given}) < len(given):
         raise UsageError(
-            f"the same file for two of --json, --markdown and --plot: {given[0]}",
-            "a different file for each",
-            "Use different files.",
+            f"--json, --markdown and --plot must be different files, but two of them are {given[0]}. Use "
+            "different files."
         )
 
 
 def _check_file(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UsageError(
-            f"{path}: the folder {folder} does not exist", "an existing folder", "Create the folder."
-        )
+        raise UsageError(f"{path} cannot be written: the folder {folder} does not exist. Create the folder.")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder", "a file that can be written", "Use another path.")
+        raise UsageError(f"{path} must be a file that can be written, but it is a folder. Use another path.")
     if reason := files.refusal(folder):
         raise UsageError(
-            f"{path}: {folder} is not writable ({reason})", "a writable folder", "Use another path."
+            f"{path} cannot be written: the folder {folder} is not writable ({reason}). Use another path."
         )

@@ -1,4 +1,4 @@
-"""Plot throughput and memory of each row of a table."""
+"""Plot the throughput and memory of each row of a table."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_npu.measuring.schemes import SUITES
 
 
 def draw(table: dict[str, Any], path: Path) -> None:
-    """Write a PNG: samples per second with their deviation on the left, peak memory on the right.
+    """Write a PNG with samples per second and their deviation on the left, and peak memory on the right.
 
     Rows without values show their outcome (OOM, NA) instead of a bar.
 
     Args:
         table: the result of ``Report.to_json``, or the content of a ``--json`` file.
-        path: path of the image.
+        path: the path of the image.
 
     Raises:
-        ModuleNotFoundError: matplotlib is missing (``plan.check`` tests this before).
+        ModuleNotFoundError: matplotlib is not installed (``plan.check`` checks this before).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

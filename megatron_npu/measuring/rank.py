@@ -1,7 +1,7 @@
 """One rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's environment variables.
 
-It reads ``job.json`` in the folder and writes its measurements, or how it ended, to ``rankN.json``. It ends
-when its standard input closes, that is, when the process that started it ends.
+It reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
+``rankN.json``. It ends when its standard input closes, that is, when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def result_file(folder: Path, rank: int) -> Path:
 
 
 def main(folder: Path) -> int:
-    """Train and measure; return the exit code."""
+    """Train and measure, and return the exit code."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     rank = int(os.environ["RANK"])
     job = Job.from_json((folder / JOB).read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def _kind(error: BaseException) -> str:
 
 
 def short_of_memory(text: str) -> bool:
-    """Return whether a message says that host memory is exhausted (torch then raises a RuntimeError)."""
+    """Return True if a message says that host memory is exhausted (torch then raises a RuntimeError)."""
     return any(sign in text for sign in _SHORT)
 
 

@@ -39,10 +39,10 @@ class Outcome:
         reason: the reason, except for ``measured``.
         throughputs: samples per second for each repetition.
         processor: CPU seconds per sample for each repetition, over all ranks.
-        peaks: peak bytes of each rank.
-        parameters: number of parameters of the whole model.
-        device: name of the hardware.
-        log: the ranks' last output, for a failed row.
+        peaks: the peak bytes of each rank.
+        parameters: the number of parameters of the whole model.
+        device: the name of the hardware.
+        log: the last output of the ranks, for a failed row.
     """
 
     kind: str
@@ -73,7 +73,7 @@ def run(job: Job, follow: Callable[[int], None]) -> Outcome:
 
 @contextlib.contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the ranks inside the block. This process serves the store where they meet, so its port is free."""
+    """Run the ranks inside the block. This process serves the store that they use, so its port is free."""
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -123,7 +123,7 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callable[[int], None]) -> str | None:
-    """Wait until all ranks have ended, or one has failed; return why they must be ended early, or None."""
+    """Wait until all ranks have ended or one has failed; return why they must be stopped early, or None."""
     reserve = max(512 << 20, psutil.virtual_memory().total // 20)
     deadline = None
     while any(process.poll() is None for process in processes):
@@ -131,8 +131,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callabl
         follow(steps.stat().st_size if steps.exists() else 0)
         if host_memory.available() < reserve:
             return (
-                f"ended because less than {reserve >> 20} MB of the machine's memory were left, which "
-                "are reserved for other programs"
+                f"the rank was ended because less than {reserve >> 20} MB of the machine's memory were "
+                "left, which are reserved for other programs"
             )
         if any(process.poll() for process in processes):
             deadline = deadline or time.monotonic() + _GRACE
@@ -165,14 +165,14 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
-    """Return how lack of memory ended a rank without a result; empty if it did not."""
+    """Return how a lack of memory ended a rank that has no result; empty if that was not the cause."""
     if code == -SIGKILL:
-        return "killed by the system (SIGKILL), which usually means that memory ran out"
+        return "the rank was killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
 
 
 def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int | None]) -> Outcome:
-    """Return why the row has no values, preferring the most informative reason."""
+    """Return the reason why the row has no values, preferring the most informative reason."""
     ended = [result for result in results if result and "ended" in result]
     if (said := _said(ended)) is not None:
         return said
@@ -186,7 +186,7 @@ def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int
 
 
 def _said(ended: list[dict[str, Any]]) -> Outcome | None:
-    """Return the outcome that ranks reported themselves: out of memory, or a rejected job; None: neither."""
+    """Return the outcome that ranks have reported: out of memory, or a rejected job; None if neither."""
     for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
         reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Write the measurements made so far as tables, Markdown and JSON."""
+"""Write the measurements that have been made so far as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ LEFT_OUT = "-"
 
 @dataclass
 class Row:
-    """A scheme and its outcome; None: not measured yet."""
+    """A scheme and its outcome, which is None if it has not been measured yet."""
 
     scheme: Scheme
     outcome: Outcome | None = None
 
     @property
     def is_measured(self) -> bool:
-        """Whether the row has values."""
+        """True if the row has values."""
         return self.outcome is not None and self.outcome.kind == MEASURED
 
     @property
     def throughput(self) -> float:
-        """Mean samples per second."""
+        """The mean number of samples per second."""
         assert self.outcome is not None
         return statistics.fmean(self.outcome.throughputs)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of samples per second over the repetitions; 0 if there is only one."""
+        """The standard deviation of samples per second over the repetitions; 0 if there is only one."""
         assert self.outcome is not None
         values = self.outcome.throughputs
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
     @property
     def uncertainty(self) -> float:
-        """Standard error of the mean, as a fraction of the mean."""
+        """The standard error of the mean, as a fraction of the mean."""
         assert self.outcome is not None
         return self.deviation / math.sqrt(len(self.outcome.throughputs)) / self.throughput
 
     @property
     def processor(self) -> float | None:
-        """Milliseconds of CPU time per sample; None: unknown."""
+        """The milliseconds of CPU time per sample, or None if unknown."""
         assert self.outcome is not None
         return statistics.fmean(self.outcome.processor) * 1e3 if self.outcome.processor else None
 
     @property
     def peak(self) -> float:
-        """Peak memory of the largest rank in MB."""
+        """The peak memory of the largest rank in MB."""
         assert self.outcome is not None
         return max(self.outcome.peaks) / MB
 
@@ -70,8 +70,8 @@ class Report:
 
     Attributes:
         plan: what is measured, and where.
-        versions: versions of the packages used for training.
-        rows: in the document's order.
+        versions: the versions of the packages used for training.
+        rows: the rows in the document's order.
     """
 
     plan: Plan
@@ -80,11 +80,11 @@ class Report:
 
     @property
     def parameters(self) -> int | None:
-        """Number of parameters of the built model; None if none was built."""
+        """The number of parameters of the built model, or None if no model was built."""
         return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
 
     def markdown(self) -> str:
-        """Return heading, table, comparison with the document, and footnotes."""
+        """Return the heading, the table, the comparison with the document, and the footnotes."""
         footnotes = Footnotes()
         tables = [self._table(footnotes), self._comparison(footnotes)]
         notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
@@ -92,7 +92,7 @@ class Report:
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return all results as JSON values."""
         plan = self.plan
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -182,8 +182,8 @@ class Report:
     def _comparison(self, footnotes: Footnotes) -> str:
         """Return a table with each row's ratios to the first row for which the document has values.
 
-        Each row shows the document's ratios and the measured ones. If their directions differ, a footnote
-        says what cannot be observed on this machine.
+        Each row shows the document's ratios and the measured ratios. If their directions differ, a footnote
+        states what cannot be observed on this machine.
         """
         base = next(row for row in self.rows if row.scheme.printed.peak is not None)
         if not base.is_measured:
@@ -219,7 +219,7 @@ class Report:
         ]
 
     def direction(self, row: Row, base: Row) -> str:
-        """Return whether a row differs from ``base`` in the same direction here as in the document."""
+        """Return True if a row differs from ``base`` in the same direction here as in the document."""
         verdicts = self._verdicts(row, base)
         if not verdicts:
             word = row.scheme.printed.word
@@ -233,7 +233,7 @@ class Report:
         return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
 
     def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
-        """Return the verdicts on peak and throughput, as far as the document has values."""
+        """Return the verdicts on peak and throughput, where the document has values."""
         printed, first = row.scheme.printed, base.scheme.printed
         if printed.peak is None or first.peak is None:
             return {}
@@ -249,7 +249,7 @@ SLIGHT = 0.02  # a peak that differs by less has no direction
 
 
 def _same(there: float, here: float, noise: float) -> str:
-    """Return whether two ratios are on the same side of 1, or whether ``here`` is too close to 1 to tell."""
+    """Return True if the two ratios are on the same side of 1, or if ``here`` is too close to 1 to tell."""
     if abs(there - 1) <= SLIGHT:
         return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{_side(here)}, there about the same"
     if abs(here - 1) <= noise:
@@ -268,13 +268,13 @@ def _over(one: float | None, other: float | None) -> str:
 
 
 class Footnotes:
-    """Notes under a table; equal texts share a number."""
+    """The notes under a table; equal texts share a number."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def mark(self, text: str) -> str:
-        """Return a footnote's mark; empty if there is no text."""
+        """Return the mark of a footnote; empty if there is no text."""
         if not text:
             return ""
         if text not in self._texts:
@@ -282,7 +282,7 @@ class Footnotes:
         return f" [{self._texts.index(text) + 1}]"
 
     def text(self) -> str:
-        """Return all notes as one paragraph with one line each (two spaces end a line in Markdown)."""
+        """Return all notes as one paragraph with one line each; in Markdown, two spaces end a line."""
         return "  \n".join(f"[{number}] {text}" for number, text in enumerate(self._texts, 1))
 
 

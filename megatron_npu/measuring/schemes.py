@@ -1,7 +1,7 @@
 """The document's four tables: what each row trains, and its published values.
 
-The document is "Accelerating PyTorch deep-learning training with Rapidformer": 4 GPUs of 32 GB, samples per
-second as mean and standard deviation, peak memory in MB.
+The document is "Accelerating PyTorch deep-learning training with Rapidformer". It used 4 GPUs of 32 GB, and
+reports samples per second as mean and standard deviation, and peak memory in MB.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Printed:
     """The document's values for a row.
 
     Attributes:
-        throughput: mean samples per second; None: see ``word``.
-        peak: MB; None: see ``word``.
-        word: ``OOM``, ``NA``, or empty if the document lacks the row.
+        throughput: the mean number of samples per second; if None, see ``word``.
+        peak: the peak memory in MB; if None, see ``word``.
+        word: ``OOM``, ``NA``, or empty if the document does not have the row.
     """
 
     throughput: float | None = None
@@ -28,16 +28,16 @@ class Printed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One row.
+    """A row of a table.
 
     Attributes:
         cells: its first columns, as printed.
         printed: the document's values.
-        mixed: 16-bit matmuls with fp32 main weights; otherwise fp32.
+        mixed: whether matmuls are in 16 bits with fp32 main weights; otherwise, everything is in fp32.
         sharding: one of ``switches.SHARDINGS``.
         offload: whether optimizer states are in host memory.
         graph: whether the blocks are compiled.
-        tensor, pipeline: tensor-parallel size, and number of pipeline stages.
+        tensor, pipeline: the tensor-parallel size, and the number of pipeline stages.
         note: a remark for a footnote.
     """
 
@@ -53,22 +53,22 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Its first columns as one string."""
+        """The first columns of the row as one string."""
         return " x ".join(self.cells)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One table.
+    """A table of the document.
 
     Attributes:
-        name: value of ``--suite``.
+        name: the value of ``--suite``.
         title: what is trained.
         workload: the training function, ``module:function`` of ``workloads``.
         family: the models' family.
-        columns: headers of the first columns.
+        columns: the headers of the first columns.
         micro_batch_size: the document's value, per device.
-        small_micro_batch_size: value for a CPU.
+        small_micro_batch_size: the value for a CPU.
         schemes: the rows in the document's order.
     """
 
@@ -82,18 +82,16 @@ class Suite:
     schemes: tuple[Scheme, ...]
 
 
-_ZERO_1 = (
-    "shards the same states as the document's fairscale OSS (6.02 samples/s, 22077 MB): optimizer states"
-)
+_ZERO_1 = "shards the optimizer states, as the document's fairscale OSS does (6.02 samples/s, 22077 MB)"
 _ZERO_2 = (
-    "shards the same states as the document's fairscale OSS + SDP (7.01 samples/s, 17113 MB): "
-    "optimizer states and gradients"
+    "shards the optimizer states and gradients, as the document's fairscale OSS + SDP does "
+    "(7.01 samples/s, 17113 MB)"
 )
-_ZERO_3 = "Megatron's own FSDP (optim_grads_params)"
-_FSDP = "shards the same states as the document's fairscale FSDP; torch's successor, fully_shard"
+_ZERO_3 = "uses Megatron's own FSDP (optim_grads_params)"
+_FSDP = "shards the same states as the document's fairscale FSDP; uses fully_shard, torch's successor of it"
 _FOUR_BY_FOUR = (
     "the document reports 4 x 4 on 4 GPUs, although that layout needs 16; its peak equals that "
-    "of 4 x 1. Measured here on 16 devices"
+    "of 4 x 1. The values here were measured on 16 devices"
 )
 
 

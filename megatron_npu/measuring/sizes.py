@@ -13,13 +13,14 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a BERT or a GPT.
+    """The size of a BERT or GPT model.
 
     Attributes:
         name: the name as given.
-        layers, hidden, heads: sizes of the transformer; the inner size of a feed-forward layer is 4 x hidden.
-        seq_length: tokens per sample, and number of positions.
-        vocabulary: rows of the embedding; 0: the size of the family's documented model.
+        layers, hidden, heads: the sizes of the transformer; the inner size of a feed-forward layer is 4 x
+            hidden.
+        seq_length: the number of tokens per sample, and of positions.
+        vocabulary: the number of rows of the embedding; 0 means that of the family's documented model.
     """
 
     name: str
@@ -36,9 +37,9 @@ class Family:
 
     Attributes:
         name: ``bert`` or ``gpt``.
-        seq_length, vocabulary: values of the document's model.
+        seq_length, vocabulary: the values of the document's model.
         sizes: the named sizes, smallest first.
-        documented: name of the document's model.
+        documented: the name of the document's model.
     """
 
     name: str

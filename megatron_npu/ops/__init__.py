@@ -1,6 +1,6 @@
-"""Operations: each has one contract, one reference and one implementation per device.
+"""Operations, each of which has one contract, one reference and one implementation per device.
 
-``swap`` puts the operations into a model.
+``swap`` replaces parts of a model with these operations.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Moved:
-    """A tensor that is being copied to the host, is there, or is being copied back."""
+    """A tensor that is being copied to the host, is stored there, or is being copied back."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -64,8 +64,8 @@ class _Group:
     Attributes:
         layer: the layer's index in the stack.
         before: the group of the previous layer, which is needed next.
-        modules: names of the modules whose tensors are in the group.
-        moved: the group's tensors.
+        modules: the names of the modules whose tensors are in the group.
+        moved: the tensors of the group.
     """
 
     def __init__(self, layer: int, before: _Group | None) -> None:
@@ -75,7 +75,7 @@ class _Group:
         self.moved: list[_Moved] = []
 
     def fetch(self) -> None:
-        """Start copying all tensors back, starting with the one saved last. Later calls do nothing."""
+        """Start copying all tensors back, starting with the one saved last. Later calls have no effect."""
         while self.moved:
             self.moved.pop().fetch()
 
@@ -93,7 +93,7 @@ class Offload:
     """Offloads the tensors that selected modules in a stack of layers save for the backward pass.
 
     Args:
-        smallest: tensors with fewer elements stay on the device.
+        smallest: the minimum number of elements of an offloaded tensor; smaller tensors stay on the device.
     """
 
     def __init__(self, smallest: int) -> None:
@@ -105,8 +105,8 @@ class Offload:
 
         Args:
             module: a part of a layer; its forward is replaced on the instance.
-            name: name of the part; the same in every layer.
-            layer: index of the layer; the backward pass runs from the highest to the lowest.
+            name: the name of the part, which is the same in every layer.
+            layer: the index of the layer; the backward pass runs from the highest to the lowest.
         """
         original = module.forward
 

@@ -24,7 +24,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 
     Args:
         tensor: the tensor that ``compute`` reads; the cached value lives as long as the tensor.
-        name: name of the value; one per purpose.
+        name: the name of the value, one for each purpose.
         key: any other data that the value depends on; a different key replaces the cached value.
     """
     if tensor.is_inference():
@@ -44,7 +44,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """Same as ``cache_on_tensor``, for a value of several tensors, cached on the object that owns them.
+    """Do the same as ``cache_on_tensor`` for a value of several tensors, cached on the object that owns them.
 
     Args:
         owner: an object that accepts new attributes. A copy of it also has the cached value, but other

@@ -33,18 +33,18 @@ def vocab_parallel_cross_entropy(
             with the gradient**, as upstream does in forward, to save a second buffer of its size: do not read
             it after backward.
         target: ``[...]``, token ids of the whole vocabulary.
-        vocab_start: id of the first token of this rank's part.
-        vocab_size: size of the whole vocabulary.
+        vocab_start: the id of the first token of this rank's part.
+        vocab_size: the size of the whole vocabulary.
         group: the tensor-parallel group. If it is None or a group of one, ``logits`` covers the whole
             vocabulary.
-        label_smoothing: probability mass given to the wrong tokens, in [0, 1), spread as upstream does
+        label_smoothing: the probability mass given to the wrong tokens, in [0, 1), distributed as in upstream
             (Szegedy et al. 2016 with K - 1 in place of K), but over the *whole* vocabulary: megatron-core
             0.16 averages over each rank's part only, so its loss depends on the parallel size.
 
     Returns:
         ``[...]``, fp32.
 
-    Everything is computed in fp32, tile by tile; the extra memory is O(tokens).
+    Everything is computed in fp32, tile by tile; the additional memory is O(tokens).
     """
     return _cross_entropy(logits, target, vocab_start, vocab_size, group, label_smoothing)
 
@@ -124,7 +124,7 @@ class _PlainCrossEntropy(torch.autograd.Function):
 
 def _by_kernel(operation: str, logits: Tensor) -> bool:
     """Return True if the loss is computed by our Triton kernel, on a GPU."""
-    beyond = None if logits.dim() and logits.size(-1) else "there are no logits"
+    beyond = None if logits.dim() and logits.size(-1) else "the logits are empty"
     return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
 
 
@@ -142,12 +142,12 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
-    """Return True if ignored rows are skipped; only on the CPU, because counting them makes the host wait."""
+    """Return True if ignored rows are skipped: only on the CPU, because counting them blocks the host."""
     return flat.device.type == "cpu" and int(ignored.sum()) > _WORTH_GATHERING * flat.size(0)
 
 
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
-    """Yield tiles of the rows of ``[rows, v]``; if few have a target, yield only their indices."""
+    """Yield tiles of the rows of ``[rows, v]``; if few rows have a target, yield only their indices."""
     if not _few_have_a_target(flat, ignored):
         yield from whole_row_slices(flat.size(0), flat.size(1), flat.device)
         return
@@ -165,7 +165,7 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else t
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return the ids within this rank's part, with 0 for other ranks' ids, and a mask of the latter."""
+    """Return the ids within this rank's part, with 0 for other ranks' ids, and a mask of those ids."""
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -183,7 +183,7 @@ def reference(
     group: dist.ProcessGroup | None,
     label_smoothing: float,
 ) -> Tensor:
-    """Reference for ``vocab_parallel_cross_entropy`` in plain torch, differentiated by autograd."""
+    """Reference implementation of ``vocab_parallel_cross_entropy`` in plain torch, with autograd."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
     largest = z.detach().amax(-1)
@@ -224,7 +224,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Same as ``vocab_parallel_cross_entropy``, for upstreams whose own autograd function is patched."""
+    """Compute ``vocab_parallel_cross_entropy`` for upstreams whose own autograd function is patched."""
 
     @staticmethod
     def forward(

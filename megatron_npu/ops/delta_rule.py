@@ -25,9 +25,9 @@ def gated_delta_rule(
         q, k: ``[batch, s, heads, n]``, fp32, bf16 or fp16.
         v: ``[batch, s, heads, p]``.
         log_decay: ``[batch, s, heads]``, not positive; any float dtype.
-        beta: ``[batch, s, heads]``, update strength from 0 to 1.
-        scale: factor applied to the outputs.
-        chunk: number of steps computed together, a power of two; it only affects rounding.
+        beta: ``[batch, s, heads]``, the update strength from 0 to 1.
+        scale: the factor applied to the outputs.
+        chunk: the number of steps that are computed together, a power of two; it only affects rounding.
 
     Returns:
         ``[batch, s, heads, p]``, in the dtype of ``q``; computed in fp32.
@@ -39,22 +39,22 @@ def gated_delta_rule(
     """
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
         raise ValueError(
-            f"the shapes q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match"
+            f"the shapes of q, k and v do not match: {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if log_decay.shape != q.shape[:3] or beta.shape != q.shape[:3]:
         shapes = tuple(log_decay.shape), tuple(beta.shape)
         raise ValueError(
-            f"decay and beta {shapes} do not have the shape [batch, s, heads] of q {tuple(q.shape)}"
+            f"decay and beta must have the shape [batch, s, heads] of q {tuple(q.shape)}, but got {shapes}"
         )
     if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"the chunk has {chunk} steps, which is not a power of two")
+        raise ValueError(f"the number of steps in a chunk must be a power of two, but got {chunk}")
     return _rule(q, k, v, log_decay, beta, scale, chunk)
 
 
 def _by_steps(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """Compute the recurrence as written, step by step."""
+    """Compute the recurrence as given in its definition, step by step."""
     kind = torch.promote_types(q.dtype, torch.float32)
     queries, keys, values, decay, share = (part.to(kind) for part in (q, k, v, log_decay.exp(), beta))
     state = values.new_zeros(q.size(0), q.size(2), q.size(3), v.size(3))

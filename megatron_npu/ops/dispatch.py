@@ -65,18 +65,19 @@ OPERATIONS: list[Operation] = []
 class Operation:
     """An operation, with its name, its plain-torch reference and its implementations for the devices.
 
-    A call runs the implementation for this process's device, bound at the first call. If that implementation
-    does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``), the reference
-    runs and the reason is logged once; in strict mode this raises an error. With ``MEGATRON_NPU_VERIFY`` each
-    result is compared with the reference; without it the implementation is called directly.
+    A call runs the implementation for this process's device, which is bound at the first call. If that
+    implementation does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``),
+    the reference runs and the reason is logged once; in strict mode, this raises an error. With
+    ``MEGATRON_NPU_VERIFY``, each result is compared with the reference; without it, the implementation is
+    called directly.
 
     Args:
         name: the name that reports show.
         reference: the same operation in plain torch; it accepts any float dtype and computes in fp32 or
             better.
-        group: name for ``MEGATRON_NPU_VERIFY``, if other than ``name``.
-        draws: given a call's arguments, returns whether the call draws random numbers, so that the reference
-            cannot reproduce it.
+        group: the name for ``MEGATRON_NPU_VERIFY``, if it is not ``name``.
+        draws: given the arguments of a call, returns whether the call draws random numbers, so that the
+            reference cannot reproduce it.
         rounds_within: whether intermediate results have the dtype of the inputs, so that a wider output is no
             more precise than the inputs.
     """
@@ -128,10 +129,10 @@ class Operation:
         return register
 
     def example(self, case: str = "") -> Callable[[Example], Example]:
-        """Register the decorated function as a small example call for ``megatron-npu doctor`` to verify.
+        """Register the decorated function as a small example call that ``megatron-npu doctor`` verifies.
 
-        The function gets a helper that creates a random leaf tensor of a given shape, and returns the tensor
-        to differentiate, or None. ``case`` names one of several examples for an operation.
+        The function receives a helper that creates a random leaf tensor of a given shape, and returns the
+        tensor to differentiate, or None. ``case`` names one of several examples for an operation.
         """
 
         def register(function: Example) -> Example:
@@ -143,11 +144,11 @@ class Operation:
     def bind(self, device: str) -> None:
         """Start using the implementation of ``device``.
 
-        A device without an implementation gets the reference, which is logged as a fallback.
+        If a device has no implementation, the reference is used, which is logged as a fallback.
 
         Raises:
             UsageError: ``MEGATRON_NPU_VERIFY`` names an operation that does not exist.
-            FallbackForbiddenError: the device has no implementation, and strict mode is on.
+            FallbackForbiddenError: the device has no implementation, and strict mode is enabled.
         """
         if device not in self.implementations:
             report_fallback(self.name, f"there is no implementation for {device}")
@@ -214,19 +215,18 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
     Args:
         operation: the operation, or the requested option.
-        reason: why it is not done as requested.
+        reason: the reason why the operation is not performed as requested.
         does: what happens instead, as a predicate of ``operation``.
         remedy: what to change in strict mode; leaving strict mode is always suggested too.
 
     Raises:
-        FallbackForbiddenError: strict mode is on.
+        FallbackForbiddenError: strict mode is enabled.
     """
     if settings.STRICT.enabled():
         name = settings.STRICT.name
         raise FallbackForbiddenError(
-            f"{operation} {does}: {reason}",
-            f"no fallback with {name}=1",
-            f"{remedy.rstrip('.')}, or unset {name}." if remedy else f"Unset {name}.",
+            f"{operation} {does}: {reason}. {name}=1 forbids fallbacks. "
+            + (f"{remedy.rstrip('.')}, or unset {name}." if remedy else f"Unset {name}.")
         )
     note_slower(operation, reason, does)
 
@@ -259,7 +259,7 @@ def without_kernels() -> str | None:
 def note_slower(operation: str, reason: str, does: str) -> None:
     """Count that a slower implementation computes a call, and log the reason once.
 
-    This is allowed in strict mode.
+    Strict mode allows this.
     """
     seen = fallbacks.get((operation, reason), 0)
     fallbacks[operation, reason] = seen + 1

@@ -37,7 +37,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
         ValueError: ``p`` is not in [0, 1].
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p must be in [0, 1], given {p}")
+        raise ValueError(f"p must be in [0, 1], but got {p}")
     residual = residual.to(x.dtype)
     if training and p > 0.0:
         return _bias_dropout_add(x, bias, residual, p)
@@ -52,10 +52,10 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     """Return ``x`` with values dropped; the arguments and errors are those of ``bias_dropout_add``.
 
     Returns:
-        Like ``x``; ``x`` itself if nothing is dropped.
+        A tensor like ``x``, or ``x`` itself if nothing is dropped.
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p must be in [0, 1], given {p}")
+        raise ValueError(f"p must be in [0, 1], but got {p}")
     return _dropout(x, p) if training and p > 0.0 else x
 
 
@@ -63,7 +63,8 @@ def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
     """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, and the rest can be fused.
 
     The dropped values are those of ``dropout``. inductor's own code for torch's dropout draws one value at a
-    time without vector instructions (torch 2.13): 16 ns per value on a Zen 5, against 2 ns for all of this.
+    time without vector instructions (torch 2.13): 16 ns per value on a Zen 5, compared with 2 ns for this
+    function.
     """
     keep = round((1.0 - p) * KEEP_LEVELS)
     if not training or p == 0.0:
@@ -101,7 +102,7 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Same as ``keep_mask_bits``, but from random bits already drawn: one int64 for four values."""
+    """Do the same as ``keep_mask_bits``, but with random bits already drawn: one int64 for four values."""
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
 
@@ -159,7 +160,7 @@ def _dropout_cpu(x: Tensor, p: float) -> Tensor:
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Same as ``_CpuBiasDropoutAdd``, but without bias and residual."""
+    """Do the same as ``_CpuBiasDropoutAdd``, but without bias and residual."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
@@ -204,7 +205,7 @@ _bias_dropout_add.on("npu", note="torch_npu's dropout")(_composed)
 def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
     beyond = None
     if residual.shape != x.shape or (bias is not None and bias.shape != x.shape[-1:]):
-        beyond = "the shapes of bias and residual do not match rows"
+        beyond = "the shapes of bias and residual do not match the rows"
     if takes_kernel("bias_dropout_add", x, bias, residual, beyond=beyond):
         return BiasDropoutAdd.apply(x, bias, residual, p)
     return _composed(x, bias, residual, p)
@@ -223,8 +224,8 @@ def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 class _CpuBiasDropoutAdd(torch.autograd.Function):
     """Compute bias, dropout and addition in tiles that stay in cache, with a mask from ``keep_mask_bits``.
 
-    Without it, Megatron spends most of the time of this step in torch's ``bernoulli_``, which draws 64 bits
-    or more for each value, one value at a time.
+    Otherwise, Megatron spends most of the time of this step in torch's ``bernoulli_``, which draws 64 bits or
+    more for each value, one value at a time.
     """
 
     @staticmethod

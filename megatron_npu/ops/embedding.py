@@ -1,4 +1,4 @@
-"""Word embedding whose table may be partitioned by vocabulary."""
+"""Word embedding whose table may be partitioned by vocabulary over the tensor-parallel ranks."""
 
 from __future__ import annotations
 

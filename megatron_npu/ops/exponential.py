@@ -1,4 +1,4 @@
-"""The exponential of large tensors."""
+"""A faster exponential function for large tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOG2_E = math.log2(math.e)
 def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
     """Replace the values with ``exp(tensor - subtrahend)`` and return the tensor.
 
-    On a cpu this uses our compiled kernel, or powers of two: on a cpu torch's ``exp`` uses MKL, which takes
-    three times as long on non-Intel processors (an EPYC, torch 2.13). With powers of two the subtrahend is
-    scaled beforehand, which saves a pass; both products are rounded, so the error is up to |x| + |subtrahend|
-    roundings, as large as that of the logits being subtracted.
+    On a cpu, this uses our compiled kernel or powers of two, because torch's ``exp`` uses MKL there, which
+    takes three times as long on non-Intel processors (an EPYC, torch 2.13). With powers of two, the
+    subtrahend is scaled beforehand, which saves a pass; both products are rounded, so the error is up to |x|
+    + |subtrahend| roundings, as large as that of the logits being subtracted.
 
     Args:
         tensor: fp32 or fp64, changed in place.
-        subtrahend: of the same dtype, broadcastable to ``tensor``.
+        subtrahend: a tensor of the same dtype, broadcastable to ``tensor``.
     """
     if tensor.device.type != "cpu":
         return tensor.sub_(subtrahend).exp_()

@@ -30,7 +30,7 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
 @lru_cache_tensors(maxsize=8)
 def _matrix(doublings: int, device: torch.device) -> Tensor:
-    """Return ``H`` with ``2 ** doublings`` rows, fp32."""
+    """Return the fp32 matrix ``H`` with ``2 ** doublings`` rows."""
     result = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     for _ in range(doublings):
         result = torch.cat([torch.cat([result, result], 1), torch.cat([result, -result], 1)], 0)

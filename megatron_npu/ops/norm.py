@@ -33,9 +33,9 @@ def layer_norm(
         weight: ``[h]``, of the dtype of ``input`` or fp32.
         bias: ``[h]``, like ``weight``.
         eps: added to the variance.
-        zero_centered_gamma: the factor is ``1 + weight`` (Megatron's ``--apply-layernorm-1p``).
-        memory_efficient: save the output for backward, which the next layer saves anyway, instead of the
-            input (apex's option of that name); the gradient then carries the output's rounding error.
+        zero_centered_gamma: whether the factor is ``1 + weight`` (Megatron's ``--apply-layernorm-1p``).
+        memory_efficient: whether to save the output for backward, which the next layer saves anyway, instead
+            of the input (apex's option of that name); the gradient then includes the output's rounding error.
 
     Returns:
         ``[..., h]`` in the dtype of ``input``; mean, variance and the sums over rows in backward are in fp32.
@@ -89,7 +89,7 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Same as ``layer_norm``, but the result always has the weight's dtype, like apex's mixed kernels."""
+    """Do the same as ``layer_norm``, but always return the weight's dtype, like apex's mixed kernels."""
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
@@ -124,7 +124,7 @@ _rms_norm = Operation("rms_norm", _rms_norm_reference, group="norm")
 
 def _mixed_dtypes(input: Tensor, weight: Tensor, *_: Any) -> str | None:
     if weight.dtype is not input.dtype:
-        return f"the weight is {weight.dtype}, but the input {input.dtype}"
+        return f"the weight is {weight.dtype}, but the input is {input.dtype}"
     return None
 
 
@@ -182,7 +182,7 @@ def _rms_norm_cpu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool
 
 def _beyond_npu(input: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if not 2 <= input.dim() <= 8:
-        return f"npu_rms_norm supports 2 to 8 dimensions, not {input.dim()}"
+        return f"npu_rms_norm supports 2 to 8 dimensions, but the input has {input.dim()}"
     return unsupported_dtype("npu_rms_norm", input.dtype) or _mixed_dtypes(input, weight, *rest)
 
 
@@ -273,7 +273,7 @@ def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]
 class _FromOutput(torch.autograd.Function):
     """Compute either norm on any device, saving the output for backward in place of the input.
 
-    The normalized input is ``(output - bias) / factor``; If ``bias`` is None, it is an RMS norm.
+    The normalized input is ``(output - bias) / factor``. If ``bias`` is None, it is an RMS norm.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm of a sum, fused: returns both the residual sum and its norm."""
+"""Fused layer norm and RMS norm of a sum, which return both the residual sum and its norm."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def add_layer_norm(
         weight: ``[h]``, of the dtype of ``x``.
         bias: like ``weight``.
         eps: added to the variance.
-        zero_centered_gamma: the factor is ``1 + weight``.
-        keep: object that accumulates parameter gradients in fp32; a gradient that it takes is not passed to
-            autograd. Devices that compute the gradient only in the parameter's dtype do not call it.
+        zero_centered_gamma: whether the factor is ``1 + weight``.
+        keep: an object that accumulates parameter gradients in fp32; a gradient that it accepts is not passed
+            to autograd. Devices that compute the gradient only in the parameter's dtype do not call it.
         shift: ``[h]``, a bias for ``x``; None means no bias.
-        p: probability of dropping a value, as in ``dropout.dropout`` in training.
+        p: the probability of dropping a value, as in ``dropout.dropout`` in training.
 
     Returns:
-        Both ``[..., h]`` in the dtype of ``x``.
+        Both results, ``[..., h]`` in the dtype of ``x``.
     """
     return _add_layer_norm(x, residual, weight, bias, eps, zero_centered_gamma, keep, shift, p)
 
@@ -74,7 +74,7 @@ def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return the stored result of the norm ``reader`` for ``input``; only once, because it holds memory."""
+    """Return the stored result of the norm ``reader`` for ``input``, only once, because it holds memory."""
     found = getattr(input, _RESULT, None)
     if found is None:
         return None
@@ -129,11 +129,11 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel for residual sum and norm does not support these tensors, or None."""
+    """Return why our Triton kernel for the residual sum and norm does not support these tensors, or None."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return (
-            f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand "
-            f"{x.dtype}"
+            f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand, "
+            f"which is {x.dtype}"
         )
     if shift is not None and shift.shape != x.shape[-1:]:
         return f"the bias {tuple(shift.shape)} does not match the last dimension of {tuple(x.shape)}"
@@ -166,16 +166,16 @@ def layer_norm_beyond_npu(x: Tensor, weight: Tensor, eps: float) -> str | None:
     The operation is CANN's aclnnAddLayerNorm.
     """
     if eps != _NPU_EPSILON:
-        return f"npu_add_layer_norm supports only eps {_NPU_EPSILON:g}, not {eps:g}"
+        return f"npu_add_layer_norm supports only eps {_NPU_EPSILON:g}, but got {eps:g}"
     return rms_norm_beyond_npu(x, weight, "npu_add_layer_norm")
 
 
 def rms_norm_beyond_npu(x: Tensor, weight: Tensor, kernel: str = "npu_add_rms_norm") -> str | None:
     """Return the reason why ``npu_add_rms_norm`` does not support the call, or None."""
     if not 2 <= x.dim() <= 8 or not x.numel():
-        return f"{kernel} supports non-empty tensors with 2 to 8 dimensions, not {tuple(x.shape)}"
+        return f"{kernel} supports only non-empty tensors with 2 to 8 dimensions, but got {tuple(x.shape)}"
     if weight.dtype is not x.dtype:
-        return f"the weight is {weight.dtype}, but the input {x.dtype}"
+        return f"the weight is {weight.dtype}, but the input is {x.dtype}"
     return unsupported_dtype(kernel, x.dtype)
 
 
@@ -204,8 +204,8 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 class _AddLayerNorm(torch.autograd.Function):
     """Compute ``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
 
-    The sum, and a zero that all layers share, are passed to backward instead: this keeps no more memory than
-    a separate sum and norm, and the gradient of the sum is added in the same call.
+    The sum, and a zero that all layers share, are passed to backward instead. This requires no more memory
+    than a separate sum and norm, and the gradient of the sum is added in the same call.
     """
 
     @staticmethod
@@ -280,7 +280,8 @@ class _AddRmsNorm(torch.autograd.Function):
 def _handed_on(ctx: Any, *grads: Tensor) -> list[Tensor | None]:
     """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
 
-    ``keep`` gets the parameters themselves: if saved tensors are moved, those from autograd lack attributes.
+    ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
+    are moved.
     """
     return [
         None if ctx.keep is not None and ctx.keep(parameter, grad) else grad.to(parameter.dtype)

@@ -21,8 +21,8 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
         input: ``[s, b, n, d]``, fp32, bf16 or fp16 (packed sequences: ``[t, 1, n, d]``).
         angles: fp32, ``[s, 1, 1, r]`` or broadcastable to ``[s, b, n, r]`` with even r <= d, in the order of
             the pairs' elements; channels after the first r are returned unchanged.
-        interleaved: element 2i is paired with 2i + 1; otherwise i with i + r/2.
-        scale: factor applied to sine and cosine (YaRN's ``mscale``).
+        interleaved: whether element 2i is paired with 2i + 1; otherwise, i is paired with i + r/2.
+        scale: the factor applied to sine and cosine (YaRN's ``mscale``).
 
     Returns:
         ``[s, b, n, d]``, contiguous, in the dtype of ``input``. Tables and products are fp32 and rounded
@@ -34,19 +34,19 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
     size = angles.size(-1)
     if size % 2 or size > input.size(-1):
         raise ValueError(
-            f"the last dimension of angles must be even and at most {input.size(-1)}, given {size}"
+            f"the last dimension of angles must be even and at most {input.size(-1)}, but got {size}"
         )
     return _rotary(input, *_tables(angles, scale), interleaved)
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Same as ``rotary``, but from existing tables, which is how Transformers passes them to its layers.
+    """Do the same as ``rotary``, but with existing tables, which Transformers passes to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
-        cosine, sine: ``[s, 1, 1, r]`` or ``[b or 1, s, 1, r]``, even r <= d; each angle twice, as in
-            ``rotary``. fp32 tables give the precision of ``rotary``.
-        interleaved: as in ``rotary``.
+        cosine, sine: ``[s, 1, 1, r]`` or ``[b or 1, s, 1, r]``, even r <= d, with each angle twice, as in
+            ``rotary``. fp32 tables result in the precision of ``rotary``.
+        interleaved: see ``rotary``.
     """
     return _rotary(input, cosine, sine, interleaved)
 
@@ -136,8 +136,8 @@ def _cuda(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Ten
 def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
     if input.dim() != 4 or cosine.dim() != 4 or cosine.shape != sine.shape:
         return (
-            f"the tables {tuple(cosine.shape)} and {tuple(sine.shape)} and the input "
-            f"{tuple(input.shape)} do not all have 4 dimensions"
+            f"the tables and the input must all have 4 dimensions, but got {tuple(cosine.shape)}, "
+            f"{tuple(sine.shape)} and {tuple(input.shape)}"
         )
     if not cosine.size(-1):
         return "there is nothing to rotate"
@@ -147,33 +147,34 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
     """Return the documented limit of ``npu_rotary_mul`` (torch_npu 2.13) that the call exceeds, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
-        return f"npu_rotary_mul supports 4 dimensions, not {input.dim()} and {cosine.dim()}"
+        return f"npu_rotary_mul supports only 4 dimensions, but got {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
     if not sequence_first and (beyond := _beyond_tables_of_batches(input, cosine, interleaved)) is not None:
         return beyond
     if (size := cosine.size(-1)) >= 896:
-        return f"npu_rotary_mul supports head sizes below 896, not {size}"
+        return f"npu_rotary_mul supports only head sizes below 896, but got {size}"
     batch, heads = input.size(1 if sequence_first else 0), input.size(2)
     if max(batch, heads, batch * heads if interleaved else 0) >= 1000:
-        return f"npu_rotary_mul supports fewer than 1000 sequences and heads, not {batch} and {heads}"
+        return f"npu_rotary_mul supports fewer than 1000 sequences and heads, but got {batch} and {heads}"
     return _beyond_dtype_and_place(input)
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
-    """Return why tables ``[b or 1, s, 1, d]`` for batch-first input are not supported, or None."""
+    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None."""
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
         return (
-            f"npu_rotary_mul supports tables of shape [s, 1, 1, d] or [b, s, 1, d], not {list(cosine.shape)}"
+            "npu_rotary_mul supports only tables of shape [s, 1, 1, d] or [b, s, 1, d], but got "
+            f"{list(cosine.shape)}"
         )
     if interleaved and cosine.size(0) > 1:
-        return "npu_rotary_mul rotates interleaved pairs only with the same tables for all sequences"
+        return "npu_rotary_mul rotates interleaved pairs only if all sequences have the same tables"
     return None
 
 
 def _beyond_dtype_and_place(input: Tensor) -> str | None:
     unsupported = unsupported_dtype("npu_rotary_mul", input.dtype)
     if unsupported is None and input.device.type == "cpu":
-        return "npu_rotary_mul supports tensors on the NPU, not on the host"
+        return "npu_rotary_mul supports only tensors on the NPU, but got tensors on the host"
     return unsupported
 
 
@@ -195,7 +196,7 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
 
 
 def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a table in the input's dtype; cached with the table, since every layer uses both."""
+    """Return a table in the input's dtype, which is cached with the table, because every layer uses both."""
     return cache_on_tensor(table, "rotary_table", lambda: table.to(dtype), dtype)
 
 

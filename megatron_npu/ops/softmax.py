@@ -15,17 +15,17 @@ MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked 
 
 
 def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
-    """Return ``softmax(scores * scale)`` with masked scores set to -10000, as upstream does.
+    """Return ``softmax(scores * scale)`` with masked scores set to -10000, as in upstream.
 
     Args:
         scores: ``[b, n, sq, sk]``, fp32, bf16 or fp16.
-        mask: boolean, broadcastable to ``scores``, True means masked; or None.
-        scale: factor of the scores; None means 1.
-        causal: mask keys after the query (top left aligned, sq == sk).
+        mask: a boolean mask, broadcastable to ``scores``, True where masked; or None.
+        scale: the factor of the scores; None means 1.
+        causal: whether to mask keys after the query (top left aligned, sq == sk).
 
     Returns:
-        ``[b, n, sq, sk]`` in the dtype of ``scores``; computed in fp32. A fully masked row is uniform, and
-        no gradient flows through masked scores.
+        ``[b, n, sq, sk]`` in the dtype of ``scores``; computed in fp32. A fully masked row is uniform, and no
+        gradient flows through masked scores.
 
     Source: the torch path of ``FusedScaleMaskSoftmax`` with ``attention_softmax_in_fp32``.
     """
@@ -90,7 +90,7 @@ def _future_shift(scores: Tensor) -> Tensor:
 
 @lru_cache_tensors(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``[1, 1, queries, keys]``: -inf where the key comes after the query, else 0."""
+    """Return ``[1, 1, queries, keys]``, which is -inf where the key comes after the query and 0 elsewhere."""
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
@@ -100,10 +100,13 @@ _scale_mask_softmax.on("cpu", "cuda", note="in place; only the result is kept")(
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
     """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the call exceeds, or None."""
     if scores.dim() != 4:
-        return f"npu_scaled_masked_softmax supports 4 dimensions, not {scores.dim()}"
+        return f"npu_scaled_masked_softmax supports only 4 dimensions, but got {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):
         if not 32 <= size <= 4096 or size % 32:
-            return f"npu_scaled_masked_softmax supports 32 to 4096 {name} in multiples of 32, not {size}"
+            return (
+                f"npu_scaled_masked_softmax supports only 32 to 4096 {name} in multiples of 32, but got "
+                f"{size}"
+            )
     return unsupported_dtype("npu_scaled_masked_softmax", scores.dtype)
 
 

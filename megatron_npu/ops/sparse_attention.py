@@ -35,8 +35,8 @@ def sparse_latent_attention(
     length, batch, _, width = query.shape
     if key.shape != (length, batch, 1, width) or indices.shape[:2] != (batch, length) or indices.dim() != 3:
         raise ValueError(
-            "query, key and indices must be [s, b, n, c + r], [s, b, 1, c + r] and [b, s, k], given "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(indices.shape)}"
+            "query, key and indices must have the shapes [s, b, n, c + r], [s, b, 1, c + r] and [b, s, k], "
+            f"but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(indices.shape)}"
         )
     if not 0 < value_channels <= width:
         raise ValueError(f"{value_channels} value channels do not fit into keys with {width} channels")
@@ -70,12 +70,12 @@ def beyond_npu(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_
     """Return the documented limit of ``npu_sparse_flash_attention`` that the call exceeds, or None."""
     kernel = "npu_sparse_flash_attention"
     if query.dtype not in _DTYPES:
-        return f"{kernel} supports bf16 and fp16, not {query.dtype}"
+        return f"{kernel} supports only bf16 and fp16, but the query is {query.dtype}"
     if (value_channels, query.size(3) - value_channels) != (_LATENT, _ROTATED):
         given = f"{value_channels} and {query.size(3) - value_channels}"
-        return f"{kernel} supports {_LATENT} latent and {_ROTATED} rotated channels, not {given}"
+        return f"{kernel} supports only {_LATENT} latent and {_ROTATED} rotated channels, but got {given}"
     if query.size(2) not in _HEADS:
-        return f"{kernel} supports 1, 2, 4, … or {_HEADS[-1]} heads, not {query.size(2)}"
+        return f"{kernel} supports only 1, 2, 4, … or {_HEADS[-1]} heads, but got {query.size(2)}"
     return None
 
 

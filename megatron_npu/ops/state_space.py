@@ -1,6 +1,7 @@
 """State-space layers of Mamba-2: the selective scan, and the short causal convolution before it.
 
-Plain torch on every device: matrix products over chunks instead of a loop over the sequence.
+It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
+sequence.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
     if x.dim() != 4 or dt.shape != x.shape[:3] or decay.shape != x.shape[2:3]:
         shapes = tuple(x.shape), tuple(dt.shape), tuple(decay.shape)
         raise ValueError(
-            f"the shapes must be [batch, s, heads, p], [batch, s, heads] and [heads], given {shapes}"
+            f"the shapes must be [batch, s, heads, p], [batch, s, heads] and [heads], but got {shapes}"
         )
     if b.shape != c.shape or b.dim() != 4 or b.shape[:2] != x.shape[:2] or x.size(2) % b.size(2):
-        raise ValueError(f"b {tuple(b.shape)} and c {tuple(c.shape)} do not match x {tuple(x.shape)}")
+        raise ValueError(
+            f"the shapes of b {tuple(b.shape)} and c {tuple(c.shape)} do not match that of x {tuple(x.shape)}"
+        )
     if chunk < 1:
         raise ValueError(f"the chunk has {chunk} steps")
     return _scan(x, dt, decay, b, c, chunk)
@@ -76,7 +79,7 @@ def sums_between(logs: Tensor) -> Tensor:
 
 
 def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """Compute the recurrence as written, step by step."""
+    """Compute the recurrence as given in its definition, step by step."""
     values, dt = x.to(torch.promote_types(x.dtype, torch.float32)), dt.to(decay.dtype)
     heads = x.size(2) // b.size(2)
     b, c = (part.to(values.dtype).repeat_interleave(heads, dim=2) for part in (b, c))
@@ -96,7 +99,7 @@ _scan = Operation("selective_scan", _by_steps)
 def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """Compute the scan chunk by chunk.
 
-    Letters in the products: b batch, z chunk, g group, h head of a group, l and s steps of a chunk.
+    The letters in the products mean: b batch, z chunk, g group, h head of a group, l and s steps of a chunk.
     """
     (batch, steps, heads, width), groups = x.shape, b.size(2)
     chunk = min(chunk, steps)

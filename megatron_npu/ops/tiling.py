@@ -15,7 +15,7 @@ _WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
-    """Return the number of rows of ``width`` values that make one tile per thread."""
+    """Return the number of rows of ``width`` values that amount to one tile per thread."""
     return max(1, _TILE_BYTES * torch.get_num_threads() // (4 * max(width, 1)))
 
 
@@ -25,7 +25,7 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Like ``row_slices``, for reductions of long rows: every cpu thread gets the same number of rows."""
+    """Do the same as ``row_slices``, for reductions of long rows: all threads get equally many rows."""
     row_bytes = 4 * max(width, 1)
     if device.type != "cpu":
         return _slices(rows, max(1, _TIMES_OFF_CPU * _WHOLE_ROWS_BYTES // row_bytes))

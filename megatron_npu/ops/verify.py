@@ -1,9 +1,10 @@
 """Verify mode: run the reference alongside the device's implementation, forward and backward, per layer.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
-the largest difference divided by the largest value of the reference, which is computed in fp32. Errors beyond
-their dtype's limit are logged at once; a summary with each operation's worst layer is printed when the
-process ends. The first module whose output is not finite is named as well, whichever script runs it.
+the largest difference divided by the largest value of the reference, which is computed in fp32. Errors that
+exceed the limit of their dtype are logged immediately; a summary with the worst layer of each operation is
+printed when the process ends. The first module whose output is not finite is named as well, regardless of the
+script.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Implementation = Callable[..., Any]
 
 @dataclass
 class Finding:
-    """The results so far of comparing one result of an operation in one layer."""
+    """The accumulated results of comparing one result of an operation in one layer."""
 
     largest: float = 0.0
     calls: int = 0
@@ -66,8 +67,8 @@ def with_reference(
 ) -> Implementation:
     """Return ``function`` with ``reference`` run and compared after each call; the results do not change.
 
-    A function that returns None works in place: the tensors passed to it are then compared. Calls for which
-    ``draws`` says that they draw random numbers are only counted. ``rounds_within``: outputs are no more
+    A function that returns None works in place, and the tensors passed to it are compared. Calls that draw
+    random numbers, according to ``draws``, are only counted. With ``rounds_within``, outputs are no more
     precise than the least precise input tensor.
     """
     if function is reference:
@@ -215,7 +216,7 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if larger.
 
-    The result is inf where only one of the two is nan.
+    The result is inf where only one of the two values is nan.
     """
     if ours.shape != right.shape:
         return float("inf")
@@ -254,7 +255,7 @@ def _at_exit() -> None:
 
 
 class _Stack(threading.local):
-    """The modules whose forward is running, outermost first; a device's backward thread has its own list."""
+    """The modules whose forward is running, outermost first; each backward thread has its own list."""
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []

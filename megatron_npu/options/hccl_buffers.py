@@ -25,11 +25,13 @@ _FEW = 1  # norms, losses, counts of tokens, lengths: nothing near a MiB, the sm
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The buffer sizes of a run, stored in the process's device: as large as the messages of each group.
+    """The buffer sizes of a run, which are as large as the messages of each group.
+
+    They are stored in the process's device.
 
     Attributes:
         args: the validated arguments of Megatron or of the built-in trainer.
-        fitted: the chosen size in MiB, by the name of the group.
+        fitted: the chosen size in MiB, keyed by the name of the group.
     """
 
     args: argparse.Namespace
@@ -66,9 +68,8 @@ def choose(args: argparse.Namespace) -> None:
     asked, device = getattr(args, "hccl_group_buffer_adaptive", False), devices.current()
     if asked and device.name != "npu":
         raise UsageError(
-            f"{FLAG} on the {device.name} device",
-            "an Ascend NPU",
-            "Remove the flag, which applies only to HCCL.",
+            f"{FLAG} applies only to HCCL on an Ascend NPU, but the device is {device.name}",
+            remedy="Remove the flag.",
         )
     device.group_buffers = GroupBuffers(args) if asked else None
 
@@ -104,14 +105,14 @@ def size_of(message: int) -> int:
 
 
 def largest_messages(args: argparse.Namespace) -> dict[str, int]:
-    """Return the largest message in bytes of each group, by upstream's short names.
+    """Return the largest message in bytes of each group, keyed by upstream's short names.
 
-    Groups whose messages do not follow from the arguments are left out: those of gradients (``dp_cp``,
+    Groups whose messages do not follow from the arguments are omitted: those of gradients (``dp_cp``,
     ``ep_dp`` and their parts), the world, and groups whose messages depend on the optimizer or model (Muon,
     state space models, FSDP).
 
     Args:
-        args: validated arguments of Megatron or of the built-in trainer.
+        args: the validated arguments of Megatron or of the built-in trainer.
     """
     names = ("mp", "tp_cp", "tp_dp", "tp_dp_cp", "tp_ep_pp", "intra_dist_opt_instance")
     sizes = dict.fromkeys(names, _FEW)
@@ -155,7 +156,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> int:
-    """Return a micro-batch's number of tokens per rank if only context parallelism shards the sequence."""
+    """Return a micro batch's number of tokens per rank if only context parallelism shards the sequence."""
     tokens = _batch(args) * -(-_length(args) // _parts(args))
     if getattr(args, "hybrid_context_parallel", False):
         tokens = max(tokens, args.max_seqlen_per_dp_cp_rank)
@@ -199,9 +200,9 @@ def _of_tensor_parallel_ranks(args: argparse.Namespace) -> int:
 
 
 def _gradients_of_whole_parameters(args: argparse.Namespace) -> int:
-    """Return the maximum bytes of gradients that sequence parallelism reduces in one call.
+    """Return the maximum number of bytes of gradients that sequence parallelism reduces in one call.
 
-    They include, per layer: norms of size h (two or four, and their biases), norms of heads and latents,
+    These include, per layer: norms of size h (two or four, and their biases), norms of heads and latents,
     biases after row-parallel layers, and the router.
     """
     if not args.sequence_parallel:
@@ -215,7 +216,7 @@ def _gradients_of_whole_parameters(args: argparse.Namespace) -> int:
 
 
 def _uneven(args: argparse.Namespace) -> bool:
-    """Return whether pipeline stages may have different numbers of layers."""
+    """Return True if pipeline stages may have different numbers of layers."""
     names = (
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

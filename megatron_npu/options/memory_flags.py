@@ -1,4 +1,4 @@
-"""Flags that move tensors out of device memory, for Megatron versions that lack them."""
+"""Flags that move tensors out of device memory, for Megatron versions that do not have these flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NARROW = {
 
 
 def add_reuse_of_weights(add: Callable[..., Any]) -> None:
-    """Declare ``--reuse-fp32-param`` under MindSpeed's name.
+    """Add ``--reuse-fp32-param`` under MindSpeed's name.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -58,7 +58,9 @@ def refuse_fp8_states(options: Any) -> None:
         if value == "fp8" or str(value) == "torch.uint8":
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(
-                f"{flag} fp8 without TransformerEngine", "fp32, bf16 or fp16", f"Pass {flag} bf16."
+                f"{flag} fp8 requires TransformerEngine, which is not installed; without it, only fp32, "
+                "bf16 and fp16 are supported",
+                remedy=f"Pass {flag} bf16.",
             )
 
 
@@ -80,13 +82,13 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
     refuse_fp8_states(args)
     if not args.use_distributed_optimizer:
         raise UsageError(
-            f"{flag} without --use-distributed-optimizer", "both flags", "Add --use-distributed-optimizer."
+            f"{flag} requires --use-distributed-optimizer", remedy="Add --use-distributed-optimizer."
         )
     if args.ckpt_format == "torch" and (args.save or args.load):
         raise UsageError(
-            f"{flag} with --ckpt-format torch",
-            "--ckpt-format torch_dist",
-            "Use that format, because Megatron's torch format rounds the main weights when loading.",
+            f"{flag} cannot be used with --ckpt-format torch, because that format rounds the main weights "
+            "when loading",
+            remedy="Use --ckpt-format torch_dist.",
         )
 
 
@@ -94,42 +96,39 @@ def _require_remainders(args: argparse.Namespace) -> None:
     """Reject --reuse-fp32-param unless bf16 parameters have fp32 main weights."""
     if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
         raise UsageError(
-            "--reuse-fp32-param without bf16 parameters that have fp32 main weights",
-            "--bf16, with --main-params-dtype fp32",
-            "Change these flags: the main weight is assembled from the parameter and the 16 bits that it "
-            "lacks.",
+            "--reuse-fp32-param requires bf16 parameters with fp32 main weights, because it assembles "
+            "each main weight from the parameter and the 16 bits that the parameter lacks",
+            remedy="Pass --bf16 and --main-params-dtype fp32.",
         )
 
 
 def _refuse_types_alone(args: argparse.Namespace) -> None:
-    """Reject dtypes of optimizer states that need the precision-aware optimizer if it is off."""
+    """Reject dtypes of optimizer states that require the precision-aware optimizer if it is disabled."""
     for name in NARROW:
         value = str(getattr(args, f"{name}_dtype", "fp32"))
         if value not in ("fp32", "torch.float32"):
             raise UsageError(
-                f"--{name.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
-                "both flags",
-                "Add --use-precision-aware-optimizer.",
+                f"--{name.replace('_', '-')}-dtype {value} requires --use-precision-aware-optimizer",
+                remedy="Add --use-precision-aware-optimizer.",
             )
 
 
 def refuse_moving_nothing(args: argparse.Namespace) -> None:
-    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and the reverse.
+    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and vice versa.
 
     Raises:
-        UsageError: only one of them is given.
+        UsageError: only one of the two flags is given.
     """
     asked = getattr(args, "fine_grained_activation_offloading", False)
     if asked != bool(getattr(args, "offload_modules", None)):
         raise UsageError(
-            f"only one of {OFFLOADING} and --offload-modules",
-            "both flags or neither",
-            "Add the other flag, or remove this one.",
+            f"{OFFLOADING} and --offload-modules must be passed together, but only one of them was given",
+            remedy="Add the other flag, or remove this one.",
         )
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
-    """Declare ``--swap-optimizer`` under MindSpeed's name.
+    """Add ``--swap-optimizer`` under MindSpeed's name.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -150,9 +149,9 @@ def refuse_foreign_adam(adam: object, ours: object) -> None:
     """
     if adam is not ours:
         raise UsageError(
-            f"--swap-optimizer with the Adam from {getattr(adam, '__module__', adam)}",
-            "this package's Adam, which is used if neither apex nor TransformerEngine is installed",
-            "Remove the flag, or uninstall that package.",
+            "--swap-optimizer requires this package's Adam, but the Adam from "
+            f"{getattr(adam, '__module__', adam)} is used, because apex or TransformerEngine is installed",
+            remedy="Remove the flag, or uninstall that package.",
         )
 
 
@@ -160,28 +159,30 @@ def check_swap_optimizer(args: argparse.Namespace) -> None:
     """Reject ``--swap-optimizer`` unless Adam's moments are fp32 tensors on an NPU.
 
     Raises:
-        UsageError: the device is not an NPU, the optimizer is not Adam, or a flag stores moments elsewhere.
+        UsageError: the device is not an NPU, the optimizer is not Adam, or a flag stores the moments
+            elsewhere.
     """
     if not args.swap_optimizer:
         return
     flag, device = "--swap-optimizer", devices.current().name
     if device != "npu":
         raise UsageError(
-            f"{flag} on the {device} device",
-            "an Ascend NPU",
-            "Remove the flag, because only torch_npu provides host memory that the device can update.",
+            f"{flag} requires an Ascend NPU, but the device is {device}; only torch_npu provides host "
+            "memory that the device can update",
+            remedy="Remove the flag.",
         )
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer != "adam":
         raise UsageError(
-            f"{flag} with --optimizer {optimizer}", "--optimizer adam", "Change one of the two flags."
+            f"{flag} requires --optimizer adam, but got --optimizer {optimizer}",
+            remedy="Change one of the two flags.",
         )
     for other, fields in _OTHER_STATES.items():
         if any(getattr(args, field, None) for field in fields):
             raise UsageError(
-                f"{flag} with {other}",
-                "the plain or the distributed optimizer with fp32 moments",
-                "Remove one of the two flags.",
+                f"{flag} cannot be used with {other}; it requires the plain or the distributed optimizer "
+                "with fp32 moments",
+                remedy="Remove one of the two flags.",
             )
 
 
@@ -194,7 +195,7 @@ _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm
 
 
 def add_activation_offloading(add: Callable[..., Any]) -> None:
-    """Declare megatron-core 0.16's ``--fine-grained-activation-offloading`` for older versions.
+    """Add megatron-core 0.16's ``--fine-grained-activation-offloading`` for older versions.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -230,9 +231,9 @@ def refuse_offloading_on_the_host() -> None:
     device = devices.current()
     if device.is_host:
         raise UsageError(
-            f"{OFFLOADING} on the {device.name} device",
-            "a device with its own memory",
-            "Remove the flag, because activations are already in host memory.",
+            f"{OFFLOADING} requires a device with its own memory, but on the {device.name} device "
+            "activations are already in host memory",
+            remedy="Remove the flag.",
         )
 
 
@@ -240,7 +241,7 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
     """Reject ``--fine-grained-activation-offloading`` if nothing would be offloaded, or for unknown modules.
 
     Args:
-        args: arguments, including those of recomputation.
+        args: the arguments, including those of recomputation.
         known: the modules whose tensors can be offloaded.
 
     Raises:
@@ -250,9 +251,8 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
     if not args.fine_grained_activation_offloading:
         if args.offload_modules:
             raise UsageError(
-                f"--offload-modules without {OFFLOADING}",
-                "both flags",
-                f"Add {OFFLOADING}, or remove --offload-modules.",
+                f"--offload-modules requires {OFFLOADING}",
+                remedy=f"Add {OFFLOADING}, or remove --offload-modules.",
             )
         return
     refuse_offloading_on_the_host()
@@ -262,28 +262,29 @@ def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] =
 
 def _require_modules(modules: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in modules if name not in known]
-    if unknown or not modules:
+    if not modules:
         raise UsageError(
-            f"{OFFLOADING} with --offload-modules {' '.join(unknown) or 'left out'}",
-            f"any of {', '.join(known)}",
-            "expert_fc1 and moe_act of experts need megatron-core 0.16 or later."
-            if unknown
-            else "Name some.",
+            f"{OFFLOADING} requires --offload-modules", remedy=f"Name any of {', '.join(known)}."
+        )
+    if unknown:
+        raise UsageError(
+            f"--offload-modules includes {', '.join(unknown)}, but supports only {', '.join(known)}",
+            remedy="Remove the unsupported modules; expert_fc1 and moe_act of experts require "
+            "megatron-core 0.16 or later.",
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise UsageError(
-            "--offload-modules attn_proj without core_attn",
-            "both, because the output of core_attn is the input of attn_proj and would stay on the device",
-            "Add core_attn.",
+            "--offload-modules attn_proj requires core_attn as well, because the output of core_attn is "
+            "the input of attn_proj and would otherwise stay on the device",
+            remedy="Add core_attn.",
         )
 
 
 def _refuse_recomputed(args: argparse.Namespace) -> None:
     if args.recompute_granularity == "full":
         raise UsageError(
-            f"{OFFLOADING} with --recompute-granularity full",
-            "only one of the two",
-            "Remove one of the two flags.",
+            f"{OFFLOADING} and --recompute-granularity full are mutually exclusive",
+            remedy="Remove one of the two flags.",
         )
     if args.recompute_granularity == "selective":
         again = getattr(args, "recompute_modules", None) or ["core_attn"]
@@ -291,7 +292,7 @@ def _refuse_recomputed(args: argparse.Namespace) -> None:
             if name not in args.offload_modules:
                 continue
             raise UsageError(
-                f"--offload-modules {name}, which is recomputed",
-                "modules that are not recomputed, because a recomputed module saves nothing",
-                "Remove the module from one of the two lists.",
+                f"--offload-modules includes {name}, which is recomputed; a recomputed module saves no "
+                "activations that could be offloaded",
+                remedy="Remove the module from one of the two lists.",
             )

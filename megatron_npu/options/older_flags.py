@@ -1,8 +1,9 @@
-"""Flags of older Megatron versions in tutorials: their current meaning, or why they are rejected.
+"""Flags of older Megatron versions in tutorials: their current meaning, or the reason why they are rejected.
 
-Megatron-LM from 2020 to 2023 (including 285068c8) had them; megatron-core's scripts still declare some, and
-most of these end with an assertion or exit code 0. ``add`` declares flags that a parser lacks, ``apply``
-applies their meaning. The built-in trainer and the adaptors for megatron-core's scripts use both.
+Megatron-LM from 2020 to 2023 (including 285068c8) had these flags. megatron-core's scripts still declare some
+of them, and most of these end with an assertion or exit code 0. ``add`` adds the flags that a parser does not
+have, and ``apply`` applies their meaning. The built-in trainer and the adaptors for megatron-core's scripts
+use both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from megatron_npu.base.arg_parser import integer, number, positive
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class OlderFlag:
     Attributes:
         flag: the flag as typed.
         today: its current meaning, for the log line and the help.
-        options: options of ``add_argument``, besides ``help``.
-        fills: argument fields that it sets unless a current flag does.
-        sets: argument fields that get its value, if they exist.
-        only: the values that are still accepted; empty: all that ``options`` accept.
+        options: the options of ``add_argument``, besides ``help``.
+        fills: the argument fields that it sets unless a current flag does.
+        sets: the argument fields that get its value, if they exist.
+        only: the values that are still accepted; if empty, all values that ``options`` accept.
         remedy: advice for a rejected value, or for a rejected flag.
         refused: whether the flag is rejected because it has no current equivalent.
         said: whether it is logged only if typed, because its default equals an explicit value.
@@ -46,7 +47,7 @@ class OlderFlag:
 
     @property
     def dest(self) -> str:
-        """The name of its value in the parsed arguments."""
+        """The name of the flag's value in the parsed arguments."""
         return self.options.get("dest", self.flag.removeprefix("--").replace("-", "_"))
 
 
@@ -71,7 +72,7 @@ OLDER = (
         "has no effect now: every dataset is read through a memory map",
         {"metavar": "IMPL"},
         only=("mmap", "lazy", "cached", "infer"),
-        remedy="Remove it, because the format of a dataset is detected.",
+        remedy="Remove the flag: the format of a dataset is detected.",
     ),
     OlderFlag(
         "--mmap-warmup",
@@ -83,7 +84,7 @@ OLDER = (
         "has no effect now: the device determines the backend (HCCL on npu, NCCL on cuda, gloo on cpu)",
         {"default": "nccl", "metavar": "BACKEND"},
         only=("nccl", "gloo"),
-        remedy="Remove it, because the device determines the backend.",
+        remedy="Remove the flag: the device determines the backend.",
         said=True,
     ),
     OlderFlag(
@@ -91,7 +92,7 @@ OLDER = (
         "has no effect now: Megatron's own data parallelism is always used",
         {"metavar": "IMPL"},
         only=("local",),
-        remedy="Remove it, because gradients are averaged as with torch's DDP.",
+        remedy="Remove the flag: gradients are averaged as with torch's DDP.",
     ),
     OlderFlag(
         "--no-contiguous-buffers-in-local-ddp",
@@ -115,9 +116,8 @@ OLDER = (
         "",
         {"type": integer},
         refused=True,
-        remedy=(
-            "Use --micro-batch-size (sequences per rank) and --global-batch-size (sequences per iteration)."
-        ),
+        remedy="Use --micro-batch-size (sequences per rank) and --global-batch-size (sequences per "
+        "iteration).",
     ),
     OlderFlag(
         "--warmup",
@@ -137,9 +137,9 @@ OLDER = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that ``parser`` lacks."""
+    """Add the flags that ``parser`` does not have."""
     group = parser.add_argument_group(
-        title="older flags", description="flag from Megatron-LM before megatron-core"
+        title="older flags", description="flags from versions of Megatron-LM that predate megatron-core"
     )
     for older in OLDER:
         if older.flag not in parser._option_string_actions:
@@ -148,10 +148,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Apply the current meaning of the given flags, and log one line for each on rank 0.
+    """Apply the current meaning of the given flags, and log one line for each flag on rank 0.
 
     Args:
-        args: parsed arguments; changed in place.
+        args: the parsed arguments, which are changed in place.
         words: the command line.
 
     Raises:
@@ -173,9 +173,11 @@ def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
 
 def _check(older: OlderFlag, value: Any, given: str) -> None:
     if older.refused:
-        raise UsageError(f"{given}, a flag from older versions of Megatron", "the current flag", older.remedy)
+        raise UsageError(
+            f"{given}, a flag from older versions of Megatron, is no longer supported", remedy=older.remedy
+        )
     if older.only and value not in older.only:
-        raise UsageError(given, " or ".join(older.only), older.remedy)
+        raise UsageError(f"{older.flag} must be {either(older.only)}, but got {value}", remedy=older.remedy)
 
 
 def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
@@ -183,9 +185,8 @@ def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
     granularity = getattr(args, "recompute_granularity", None) if older.fills else None
     if granularity not in (None, older.fills.get("recompute_granularity")):
         raise UsageError(
-            f"{older.flag} and --recompute-granularity {granularity}",
-            "only one of them",
-            f"Remove {older.flag}.",
+            f"{older.flag} conflicts with --recompute-granularity {granularity}",
+            remedy=f"Remove {older.flag}.",
         )
     for name, value in older.fills.items():
         if getattr(args, name) is None:

@@ -125,11 +125,11 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_shared(add: Add, *flags: str, **own: Any) -> None:
-    """Declare some of the flags.
+    """Add some of the flags.
 
     Args:
         add: ``add_argument`` of a parser or group.
-        flags: names of the flags.
+        flags: the names of the flags.
         own: the command's overrides, as options of ``add_argument``.
     """
     for flag in flags:

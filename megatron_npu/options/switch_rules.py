@@ -1,4 +1,4 @@
-"""Valid combinations of switches, models and devices; others are rejected before anything is loaded.
+"""Valid combinations of switches, models and devices; other combinations are rejected before loading.
 
 ``train`` and ``pretrain`` use these rules, and docs/reference/train-switches.md is generated from the tables
 (scripts/switch_table.py).
@@ -43,7 +43,7 @@ class Place:
     def in_effect(self, switches: Switches) -> Switches:
         """Return the switches with the sharding that takes effect here.
 
-        For a partitioned Megatron model zero-2 becomes zero-1, because every micro batch of a pipeline
+        For a partitioned Megatron model, zero-2 becomes zero-1, because every micro batch of a pipeline
         accumulates into unsharded gradients. A single rank shards nothing.
         """
         if self.family != "megatron" or switches.sharding not in FULLY:
@@ -61,8 +61,8 @@ class Word:
         flag: the switch as typed.
         name: the field of ``Switches``.
         value: the value of that field.
-        ours: its implementation for Transformers and user models; None: not supported.
-        megatron: its implementation for Megatron models; None: not supported.
+        ours: its implementation for Transformers and user models, or None if it is not supported.
+        megatron: its implementation for Megatron models, or None if it is not supported.
     """
 
     flag: str
@@ -72,7 +72,7 @@ class Word:
     megatron: str | None
 
     def given(self, switches: Switches) -> bool:
-        """Return whether the switch is on."""
+        """Return True if the switch is on."""
         value = getattr(switches, self.name)
         return bool(value) and (value == self.value or self.name == "lora_rank")
 
@@ -136,8 +136,8 @@ class Refusal:
     """A combination of switches that is rejected.
 
     Attributes:
-        switches: name -> values; the rule applies if all of them are given.
-        expected: what would be accepted, which also gives the reason.
+        switches: maps names to values; the rule applies if all of them are given.
+        expected: what the switches require, with the reason.
         remedy: advice for the user.
         families, devices: where the rule applies.
         cut: whether the rule applies only to partitioned models.
@@ -151,7 +151,7 @@ class Refusal:
     cut: bool = False
 
     def refuses(self, given: Switches, place: Place) -> bool:
-        """Return whether the rule rejects this combination."""
+        """Return True if the rule rejects this combination."""
         switches = place.in_effect(given)
         return (
             place.family in self.families
@@ -172,14 +172,14 @@ REFUSALS = (
     Refusal(
         {"cpu_offload": _ON},
         "a device with its own memory",
-        "Remove the switch, because everything is already in host memory.",
+        "Remove the switch: everything is already in host memory.",
         devices=("cpu",),
     ),
     Refusal(
         {"graph_optimization": _ON},
         "layers of plain torch, because Megatron's layers use this project's fused operations and "
         "collectives, which torch.compile cannot trace",
-        "Remove the switch, because the fused operations serve the same purpose.",
+        "Remove the switch: the fused operations serve the same purpose.",
         families=_MEGATRON,
     ),
     Refusal(
@@ -223,7 +223,7 @@ REFUSALS = (
     ),
     Refusal(
         {"cpu_offload": _ON, "sharding": FULLY},
-        "only the optimizer to be offloaded, because megatron-core's FSDP does not support offloading",
+        "that only the optimizer is offloaded, because megatron-core's FSDP does not support offloading",
         "Use --zero-1-memory-optimization.",
         families=_MEGATRON,
     ),
@@ -239,8 +239,8 @@ REFUSALS = (
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
     """Return the switches that take effect here, and a log line if a switch is replaced by another.
 
-    The document uses ``--onnx-runtime-training`` for graphs, in order to gain speed: where torch.compile has
-    no kernels, the flag selects the fused operations instead.
+    The document uses ``--onnx-runtime-training`` for graphs to increase the speed. Where torch.compile has no
+    kernels, the flag selects the fused operations instead.
     """
     if not switches.graph_optimization or switches.graph_word != DOCUMENTED_GRAPH:
         return switches, ""
@@ -257,21 +257,21 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
 
 
 def refuse(switches: Switches, place: Place) -> None:
-    """Raise a one-line error if these switches cannot be combined.
+    """Check that these switches can be combined.
 
     Raises:
         UsageError: the switches cannot be combined, or a required package is not installed.
     """
     refusal = refusal_of(switches, place)
     if refusal is not None:
-        raise UsageError(_given(refusal, switches, place), refusal.expected, refusal.remedy)
+        words = _given(refusal, switches, place)
+        raise UsageError(f"{words} is not supported; it requires {refusal.expected}", remedy=refusal.remedy)
     if switches.graph_optimization:
         need_compiler(place.device, switches.graph_word)
     if switches.lora_rank and not is_installed("peft"):
         raise UsageError(
-            f"--lora-rank {switches.lora_rank} without the package peft",
-            "the package peft, which adds adapters to a model",
-            "Install it: pip install peft.",
+            f"--lora-rank {switches.lora_rank} requires the peft package, which is not installed",
+            remedy="Install it: pip install peft.",
         )
 
 
@@ -300,7 +300,7 @@ def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
 
 
 def need_compiler(device: str, word: str = GRAPH) -> None:
-    """Raise a one-line error if graphs cannot be compiled for a CPU.
+    """Check that graphs can be compiled if the device is a CPU.
 
     Args:
         device: the device of the run.
@@ -312,7 +312,7 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
     names = (os.environ.get("CXX"), "g++", "clang++")
     if device == "cpu" and not any(name and shutil.which(name) for name in names):
         raise UsageError(
-            f"{word} without a C++ compiler",
-            "g++, clang++ or the compiler named by the variable CXX, which torch.compile needs on a CPU",
-            "Install one (apt-get install g++), or remove the switch.",
+            f"{word} requires a C++ compiler on a CPU, because torch.compile generates C++ code there, but "
+            "none was found (g++, clang++ or the compiler named by the variable CXX)",
+            remedy="Install one (apt-get install g++), or remove the switch.",
         )

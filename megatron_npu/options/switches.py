@@ -1,7 +1,7 @@
-"""Acceleration switches of ``train`` and ``pretrain``, and their mutual exclusions.
+"""Acceleration switches of ``train`` and ``pretrain``, and which of them are mutually exclusive.
 
-The names are those of the PAI-Rapidformer document. What a switch does is implemented where the model is
-prepared: in ``finetune`` for Transformers and user models, in ``pretrain`` for Megatron's.
+The names are those of the PAI-Rapidformer document. The effect of a switch is implemented where the model is
+prepared: in ``finetune`` for Transformers and user models, and in ``pretrain`` for Megatron's models.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ class Switches:
     """The enabled switches; ``Switches()`` enables none.
 
     Attributes:
-        mixed_precision: ``bf16`` or ``fp16`` matmuls with fp32 main weights; None: fp32.
+        mixed_precision: ``bf16`` or ``fp16`` matmuls with fp32 main weights, or None for fp32.
         sharding: one of ``SHARDINGS``, what the data-parallel ranks shard: ``zero-1`` optimizer states,
             ``zero-2`` also gradients, ``zero-3`` and ``fsdp`` also parameters.
-        cpu_offload: store the sharded states (without sharding: the optimizer states) in host memory.
-        checkpoint_activations: store only each block's input, and recompute the rest in the backward pass.
-        graph_optimization: compile the blocks with torch.compile.
+        cpu_offload: whether to store the sharded states (without sharding, the optimizer states) in host
+            memory.
+        checkpoint_activations: whether to store only each block's input, and recompute the rest in the
+            backward pass.
+        graph_optimization: whether to compile the blocks with torch.compile.
         graph_word: the flag that requested graphs.
-        dynamic_shape: pad batches to a few lengths, with one set of graphs for all of them.
-        fused_ops: replace the model's operations with this project's.
-        lora_rank: train only adapters of this rank; 0: all weights.
+        dynamic_shape: whether to pad batches to a few lengths, with one set of graphs for all of them.
+        fused_ops: whether to replace the model's operations with this project's.
+        lora_rank: the rank of the adapters, if only these are trained; 0 trains all weights.
     """
 
     mixed_precision: str | None = None
@@ -64,7 +66,7 @@ class _Graph(argparse.Action):
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """Declare the switches."""
+    """Add the switches to a parser."""
     group = parser.add_argument_group("acceleration")
     add, share_out = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add(

@@ -1,4 +1,4 @@
-"""Patch an attribute: find its slot, create the new value, set it, and restore it."""
+"""Patch an attribute: find its slot, create and set the new value, and restore the old value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
 @dataclass
 class Change:
-    """One replaced slot: ``owner.name``, its previous raw value in the owner's dictionary, and the new one.
+    """One replaced slot ``owner.name``: its previous raw value in the owner's dictionary, and the new value.
 
     Attributes:
-        module, qualname: the patched symbol for which it was set.
+        module, qualname: the patched symbol for which the value was set.
     """
 
     module: ModuleType
@@ -35,7 +35,7 @@ class Change:
 
     @property
     def target(self) -> str:
-        """The patched symbol: ``package.module:Qual.name``."""
+        """The patched symbol in the form ``package.module:Qual.name``."""
         return f"{self.module.__name__}:{self.qualname}"
 
     def make(self) -> None:
@@ -43,7 +43,7 @@ class Change:
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Restore the old value unless it has been changed again since; return whether it was restored."""
+        """Restore the old value unless other code has changed it since; return True if it was restored."""
         if vars(self.owner).get(self.name, MISSING) is not self.new:
             return False
         if self.old is MISSING:
@@ -61,7 +61,7 @@ class ChangeLog:
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """Create a new lock after a fork, because the thread that held the old one does not exist."""
+        """Create a new lock after a fork, because the thread that held the old lock does not exist there."""
         # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
         # after every import lock: a thread patches with the lock of its module held, but what is done under
         # this one imports nothing, so its holder waits for no other thread.
@@ -74,7 +74,7 @@ class ChangeLog:
             self._changes.append(change)
 
     def undo(self, changes: Iterable[Change]) -> list[Change]:
-        """Undo ``changes`` in reverse order and forget them; return those that other code changed again."""
+        """Undo ``changes`` in reverse order and remove them; return those that other code changed again."""
         with self._lock:
             changes = list(changes)
             refused = [change for change in reversed(changes) if not change.undo()]
@@ -83,11 +83,11 @@ class ChangeLog:
         return refused
 
     def all(self) -> list[Change]:
-        """Return all changes, in order."""
+        """Return all changes in order."""
         return self._changes.copy()
 
     def slots(self) -> set[tuple[int, str]]:
-        """Return (id of the owner, name) of every slot that was set."""
+        """Return the pair (id of the owner, name) of every slot that was set."""
         return {(id(change.owner), change.name) for change in self.all()}
 
 
@@ -97,8 +97,8 @@ class Slot:
 
     Attributes:
         owner: the module or class.
-        name: last component of the qualified name.
-        own: the raw value in the owner's own dictionary (unbound descriptors), or MISSING.
+        name: the last component of the qualified name.
+        own: the raw value in the owner's own dictionary (an unbound descriptor), or MISSING.
         current: the raw value in effect, which may be inherited.
     """
 
@@ -129,7 +129,7 @@ def _raw(owner: Any, name: str) -> Any:
 
 
 def new_value(patch: Patch, current: Any) -> Any:
-    """Return the raw value with which ``patch`` replaces the raw value ``current``."""
+    """Return the raw value that replaces the raw value ``current`` when ``patch`` is applied."""
     if patch.kind == "constant":
         return patch.make
     if patch.kind == "replace":
@@ -140,7 +140,7 @@ def new_value(patch: Patch, current: Any) -> Any:
 
 
 def bare(raw: Any) -> Any:
-    """Return the function inside a static or class method, the getter of a property, or else ``raw``."""
+    """Return the function of a static or class method, the getter of a property, or otherwise ``raw``."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
@@ -156,13 +156,15 @@ def _like(raw: Any, value: Any) -> Any:
 
 
 def _call_around(original: Any, function: Any) -> Any:
-    """Return a function that calls ``function`` with the original before the arguments.
+    """Return a function that calls ``function`` with the original as the first argument.
 
     Raises:
-        TypeError: the original is a class, which a function cannot replace.
+        TypeError: the original is a class, which cannot be replaced by a function.
     """
     if isinstance(original, type):
-        raise TypeError(f"{original.__name__} is a class: use wrap instead of around")
+        raise TypeError(
+            f"{original.__name__} is a class, to which around cannot be applied: use wrap instead"
+        )
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -172,9 +174,9 @@ def _call_around(original: Any, function: Any) -> Any:
 
 
 def _made(original: Any, factory: Any) -> Any:
-    """Return what ``factory`` makes from the original.
+    """Return the object that ``factory`` creates from the original.
 
-    A closure gets the wrapped function's name and signature, and is pickled under the same name.
+    If it is a closure, it gets the name and signature of the wrapped function and is pickled under its name.
     """
     result = factory(original)
     closure = isinstance(result, FunctionType) and "<locals>" in result.__qualname__

@@ -1,4 +1,4 @@
-"""The patch engine: patch upstream modules after they are executed, and undo the patches."""
+"""The patch engine, which patches upstream modules after they are executed and can undo the patches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Engine:
 
     Args:
         registry: the patches; ``on_first`` may add more.
-        prefixes: top-level names of upstream's packages.
-        on_first: called once, before the first module is executed. If it raises, that import fails, and the
-            next import calls it again.
+        prefixes: the top-level names of upstream's packages.
+        on_first: called once, before the first module is executed. If it raises an error, that import fails,
+            and the next import calls it again.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Engine:
 
     @property
     def armed(self) -> bool:
-        """Whether the import hook is installed."""
+        """True if the import hook is installed."""
         return self._finder in sys.meta_path
 
     @property
     def context(self) -> Context | None:
-        """The result of ``on_first``; None if it has not been called yet."""
+        """The result of ``on_first``, or None if it has not been called yet."""
         return self._context
 
     def arm(self) -> None:
-        """Install the finder at the front of ``sys.meta_path``; a second call has no effect."""
+        """Install the finder at the front of ``sys.meta_path``. A second call has no effect."""
         if not self.armed:
             sys.meta_path.insert(0, self._finder)
 
     def disarm(self) -> None:
-        """Remove the finder. Patches stay; after the hook is armed again, ``on_first`` is called again."""
+        """Remove the finder; patches stay. If the hook is armed again, ``on_first`` is called again."""
         if self.armed:
             sys.meta_path.remove(self._finder)
         self._finder.unhook()
@@ -80,9 +80,9 @@ class Engine:
     def apply_loaded(self) -> None:
         """Patch the modules that were imported before the engine was armed.
 
-        Functions and classes that other upstream modules or the main module imported by value are rebound;
-        plain values, and names that the patched module itself had imported, are not. A module that is still
-        being executed is patched when its execution ends.
+        Functions and classes that other upstream modules or the main module imported by value are rebound.
+        Plain values, and names that the patched module itself had imported, are not rebound. A module that is
+        still being executed is patched when its execution ends.
 
         Raises:
             DriftError: see ``Context.drift``.
@@ -98,7 +98,7 @@ class Engine:
         self._incomplete = False
 
     def reconsider(self) -> None:
-        """Apply patches whose setting was off when their module was patched and is on now."""
+        """Apply the patches whose setting was off when their module was patched and is on now."""
         if self._context is None:
             return
         for module in list(self._patched.values()):
@@ -110,7 +110,7 @@ class Engine:
     def undo(self) -> None:
         """Restore everything that was changed, in reverse order, including names imported by value.
 
-        A slot that other code has set since is left unchanged, with a warning.
+        A slot that other code has set since is left unchanged, and a warning is issued.
         """
         for change in self._log.undo(self._log.all()):
             logger.warning("%s was changed by other code and is left unchanged", change)
@@ -153,7 +153,7 @@ class Engine:
         return f"{name}.".startswith(self._beginnings)  # asked of every module, again and again
 
     def execute(self, run: Run, module: ModuleType) -> None:
-        """Execute ``module``, then patch it. Loaders call this instead of ``exec_module``."""
+        """Execute ``module``, then patch it. Loaders call this method instead of ``exec_module``."""
         if not self.armed or id(module) in self._running:
             return run(module)
         self._running.add(id(module))
@@ -168,14 +168,14 @@ class Engine:
             self._running.discard(id(module))
 
     def _forget(self, module: ModuleType) -> None:
-        """Undo the patches of a module that is reloaded: its body must find the original names, not ours."""
+        """Undo the patches of a module that is reloaded, because its body must find the original names."""
         self._log.undo(change for change in self._log.all() if change.owner is module)
         self._patched.pop(module.__name__, None)
         for patch in self.registry.for_module(module.__name__):
             self._ledger.row(patch).settle("pending")
 
     def activate(self) -> None:
-        """Prepare once, at the first import of upstream: call ``on_first``, and patch what it imported."""
+        """Call ``on_first`` at the first import of upstream, and patch the modules it imported."""
         with self._lock:
             if self._context is not None or self._activating:
                 return
@@ -200,7 +200,7 @@ class Engine:
             self._patch(module, late=True)
 
     def _patch_finished(self, module: ModuleType) -> None:
-        """Patch a module that was already being executed when the engine was armed, and has now finished."""
+        """Patch a module that was being executed when the engine was armed, and whose execution has ended."""
         if sys.modules.get(module.__name__) is not module or not self.armed or self._is_in_hand(module):
             return
         try:

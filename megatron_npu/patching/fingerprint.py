@@ -1,4 +1,4 @@
-"""Fingerprint of a symbol's source: a hash of its meaning, and its signature as a string."""
+"""The fingerprint of a symbol's source: a hash of its meaning, and its signature as a string."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SILENT_FIELDS = frozenset({"ctx", "type_comment", "kind", "annotation", "return
 def fingerprint(nodes: Iterable[ast.AST]) -> str:
     """Return a hash of the meaning of ``nodes``.
 
-    Positions, comments, docstrings and annotations are ignored. The hashed text is our own, so unlike that of
-    ``ast.dump`` it does not depend on the Python version.
+    Positions, comments, docstrings and annotations are ignored. The hashed text has our own format, so unlike
+    that of ``ast.dump`` it does not depend on the Python version.
     """
     text = "\n".join(_dump(node) for node in nodes)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -37,7 +37,10 @@ def _dump(value: Any) -> str:
 
 
 def _meaning(node: ast.AST, name: str, content: Any) -> Any:
-    """Return the relevant part of a field: no parameter annotations, no docstring, normalized f-strings."""
+    """Return the relevant part of a field, without parameter annotations and docstring.
+
+    f-strings are normalized.
+    """
     if name in _SILENT_FIELDS and not (name == "annotation" and isinstance(node, ast.AnnAssign)):
         return None
     if name == "body" and isinstance(node, SCOPES):
@@ -48,7 +51,7 @@ def _meaning(node: ast.AST, name: str, content: Any) -> Any:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Join adjacent literals in an f-string, which Python versions split differently; return its parts."""
+    """Return an f-string's parts with adjacent literals joined, which Python versions split differently."""
     merged: list[Any] = []
     for value in values:
         if isinstance(value, ast.Constant):
@@ -63,8 +66,8 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 def signature(node: ast.AST) -> str:
     """Return the interface of ``node`` for callers, as a string.
 
-    It contains a function's parameters and defaults (with static, class and property decorators), a class's
-    bases and constructor, an import statement, or the names that an assignment binds.
+    It consists of a function's parameters and defaults (with static, class and property decorators), a
+    class's bases and constructor, an import statement, or the names that an assignment binds.
     """
     if isinstance(node, FUNCTIONS):
         word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"

@@ -1,4 +1,4 @@
-"""The import hook: run code instead of executing a module, or after it.
+"""The import hook, which runs code after the execution of a module, or instead of it.
 
 A finder at the front of ``sys.meta_path`` lets other finders find a module and hooks the returned loader, so
 nothing happens if code merely checks whether a package exists.
@@ -17,11 +17,11 @@ Run = Callable[[ModuleType], None]
 
 
 class Finder:
-    """A finder that hooks the loaders found by others.
+    """A finder that hooks the loaders found by other finders.
 
     Args:
         covers: returns whether to hook the module with the given name.
-        execute: called with the loader's ``exec_module`` and the module, instead of ``exec_module``.
+        execute: called instead of ``exec_module``, with the loader's ``exec_module`` and the module.
     """
 
     def __init__(self, covers: Callable[[str], bool], execute: Callable[[Run, ModuleType], None]) -> None:
@@ -61,7 +61,7 @@ class Finder:
             loader.exec_module = _Hook(loader, self)
 
     def unhook(self) -> None:
-        """Restore ``exec_module`` of the loaders of all loaded modules."""
+        """Restore ``exec_module`` on the loaders of all loaded modules."""
         for module in list(sys.modules.values()):
             # not getattr: a package may import half of itself when it is asked for a name (torch_npu.dynamo)
             loader: Any = getattr(getattr(module, "__dict__", {}).get("__spec__"), "loader", None)
@@ -71,9 +71,9 @@ class Finder:
 
 
 class _Hook:
-    """Replaces ``exec_module`` on a loader instance; the loader keeps its type.
+    """Replaces ``exec_module`` on a loader instance, which keeps its type.
 
-    Copying or pickling it yields the loader's own method, so a copied loader is an ordinary one.
+    Copying or pickling it yields the loader's own method, so a copied loader is an ordinary loader.
     """
 
     def __init__(self, loader: Any, finder: Finder) -> None:
@@ -87,7 +87,7 @@ class _Hook:
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a module being executed; calls back when the import system marks it as initialized."""
+    """The spec of a module that is being executed, with a callback for the end of its initialization."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

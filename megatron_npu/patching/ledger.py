@@ -22,12 +22,12 @@ class Row:
     """The state of one patch.
 
     Attributes:
-        target, kind, origin, ours, why, until, upstream_bug, devices: as in its ``Patch``.
+        target, kind, origin, ours, why, until, upstream_bug, devices: see ``Patch``.
         state: ``pending`` (the module was not imported), ``applied``, ``skipped``, ``drifted`` (applied
             although upstream has changed), ``failed``, or ``off`` (its setting is disabled).
-        reason: why it is in that state, or other remarks; may be empty.
-        repaired: ``module.name`` of the names that were rebound to the new object.
-        late: whether it was applied to a module that was already imported.
+        reason: the reason for the state, or other remarks; may be empty.
+        repaired: ``module.name`` for each name that was rebound to the new object.
+        late: whether the patch was applied to a module that was already imported.
     """
 
     target: str
@@ -44,19 +44,19 @@ class Row:
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Set the state, and forget the names that were rebound for a previous state."""
+        """Set the state, and clear the list of names that were rebound for a previous state."""
         self.state, self.reason, self.late = state, reason, late
         self.repaired = []
 
 
 class Ledger:
-    """The rows of the patches, and the fast paths that were not used.
+    """The rows of the patches, and counts of the fast paths that were not used.
 
     Attributes:
         fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
-            them stores its mapping here; the ledger only reports it.
-        about: other information, such as upstream and device, stored by the code that knows it, under names
-            that the ledger does not use itself.
+            these cases stores its mapping here; the ledger only reports it.
+        about: other information, such as the upstream and the device, stored by the code that provides it,
+            under names that the ledger does not use itself.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Ledger:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows, in order of registration."""
+        """The rows in order of registration."""
         return list(self._rows.values())
 
     def row(self, patch: Patch) -> Row:
-        """Return the row of ``patch``; a new row is pending."""
+        """Return the row of ``patch``; a new row is in state ``pending``."""
         row = self._rows.get(patch.key)
         if row is None:
             row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
@@ -78,17 +78,17 @@ class Ledger:
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
-        """Keep only the rows of ``patches``, in that order, with their state."""
+        """Keep only the rows of ``patches``, in that order, and keep their states."""
         self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
-        """Return the number of rows in ``state``."""
+        """Return the number of rows in the given state."""
         return sum(row.state == state for row in self._rows.values())
 
     def summary(self) -> str:
         """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``.
 
-        Patches whose setting is off are left out.
+        Patches whose setting is off are omitted.
         """
         parts = [self._part(state) for state in ("applied", "drifted", "skipped")]
         parts += [self._part(state) for state in ("failed", "pending") if self.count(state)]
@@ -106,12 +106,12 @@ class Ledger:
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:
-        """Return the ledger for a terminal: general information, then each patch with its remarks.
+        """Return the ledger as text for a terminal: general information, then each patch with its remarks.
 
         Failures come first. Pending patches are only counted, by reason.
 
         Args:
-            pending: list each pending patch too.
+            pending: whether to list each pending patch too.
         """
         about = [f"{name} {value}" for name, value in self.about.items() if isinstance(value, str)]
         lines = [" · ".join(about)] if about else []
@@ -139,7 +139,7 @@ class Ledger:
         return lines
 
     def json(self) -> str:
-        """Return a JSON object: ``about``, ``summary``, ``counts``, ``patches`` and ``fallbacks``."""
+        """Return a JSON object with ``about``, ``summary``, ``counts``, ``patches`` and ``fallbacks``."""
         fallbacks = [
             {"operation": name, "reason": reason, "count": count}
             for (name, reason), count in self.fallbacks.items()
@@ -179,14 +179,14 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return the condition for removing a patch, and whether it fixes an upstream bug; may be empty."""
+    """Return when a patch can be removed, and whether it fixes an upstream bug; the text may be empty."""
     return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 
 def _remarks(row: Row) -> list[str]:
     remarks = [row.reason] if row.reason else []
     if row.late:
-        remarks.append("applied late: the module was already imported")
+        remarks.append("it was applied late, because the module was already imported")
     if row.repaired:
         remarks.append("repaired: " + ", ".join(row.repaired))
     return remarks

@@ -1,4 +1,4 @@
-"""Patch one module after its execution: compare pins, set values, rebind names in importing modules."""
+"""Patch one module after its execution: compare pins, set values, and rebind names in importing modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DriftError(Exception):
 
     Args:
         message: the differences.
-        targets: targets of the affected patches.
+        targets: the targets of the affected patches.
     """
 
     def __init__(self, message: str, targets: Iterable[str] = ()) -> None:
@@ -41,13 +41,14 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """The context of all patches, known once upstream is found.
+    """The context of all patches, which is known once upstream is found.
 
     Attributes:
-        upstream, version: name and version of upstream.
-        device: name of the device.
-        pins: the pins of upstream; None means no drift check.
-        drift: ``error`` raises ``DriftError``; ``warn`` logs, and applies the patches that still fit.
+        upstream, version: the name and version of upstream.
+        device: the name of the device.
+        pins: the pins of upstream. If None, drift is not checked.
+        drift: ``error`` raises ``DriftError``; ``warn`` logs a warning, and applies the patches that still
+            fit.
     """
 
     upstream: str
@@ -59,16 +60,16 @@ class Context:
 
 @dataclass
 class ModulePatch:
-    """The patching of one module: either all of its patches are applied, or none.
+    """The patching of one module: either all of its patches are applied, or none of them.
 
     Attributes:
         module: the module.
-        context: upstream, device and pins.
+        context: the upstream, device and pins.
         ledger: where the state of each patch is recorded.
         log: where the changes are recorded, so that they can be undone.
         covers: returns whether a module with the given name belongs to upstream.
-        late: whether the module was imported before the plug-in, so that others may have used it.
-        made: the changes made here; other threads may patch other modules at the same time.
+        late: whether the module was imported before the plug-in, so that other modules may have used it.
+        made: the changes made by this object; other threads may patch other modules at the same time.
     """
 
     module: ModuleType
@@ -80,13 +81,13 @@ class ModulePatch:
     made: list[Change] = field(default_factory=list)
 
     def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
-        """Apply the patches among ``patches`` that are wanted on this device.
+        """Apply those of ``patches`` that are enabled on this device.
 
         Returns:
             The new objects that other modules may import by value from now on.
 
         Raises:
-            DriftError: upstream has changed too far for a patch, and ``Context.drift`` is ``error``.
+            DriftError: upstream has changed too much for a patch, and ``Context.drift`` is ``error``.
             PatchError: a patch cannot be applied, and ``Context.drift`` is ``error``.
         """
         wanted = [patch for patch in patches if self._is_wanted(patch)]
@@ -101,7 +102,7 @@ class ModulePatch:
             self.log.undo(self.made)
             for row in map(self.ledger.row, wanted):
                 if row.state in IN_FORCE:
-                    row.settle("pending", "reverted: another patch of the module failed")
+                    row.settle("pending", "it was reverted, because another patch of the module failed")
             raise
 
     def _is_wanted(self, patch: Patch) -> bool:
@@ -121,7 +122,7 @@ class ModulePatch:
     # --- drift ---
 
     def _check(self, patches: list[Patch]) -> dict[tuple[object, ...], Verdict]:
-        """Return the verdicts by patch key; empty without pins or without a source file."""
+        """Return the verdicts by patch key; empty if there are no pins or no source file."""
         source = _source(self.module)
         if self.context.pins is None or source is None:
             return {}
@@ -146,7 +147,7 @@ class ModulePatch:
     # --- one target ---
 
     def _apply_target(self, group: list[Patch], verdicts: dict[tuple[object, ...], Verdict]) -> None:
-        """Apply all patches of one target in one step: the replacement, then those that call the original."""
+        """Apply all patches of a target in one step: the replacement, then callers of the original."""
         qualname = group[0].qualname
         slot = find_slot(self.module, qualname)
         verdict = verdicts.get(group[0].key)
@@ -185,7 +186,7 @@ class ModulePatch:
     # --- names that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Rebind the names of modules that imported the old objects by value to the new objects."""
+        """Rebind names in modules that imported the old objects by value to the new objects."""
         repairs, offers = repair.find_repairs(self.module, self.made.copy(), self.log.slots(), self.covers)
         for change in repairs:
             self._make(change)
@@ -199,7 +200,7 @@ class ModulePatch:
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:
-    """Return the qualified names, members before the class that contains them."""
+    """Return the qualified names, with members before the class that contains them."""
     names = dict.fromkeys(patch.qualname for patch in patches)
     return sorted(names, key=lambda name: -name.count("."))
 

@@ -1,7 +1,8 @@
-"""Upstream parameters that a wrapper uses, and whether they have changed.
+"""Determine the upstream parameters that a wrapper uses, and whether they have changed.
 
-A wrapper names the parameters that it uses and passes the others on. Changes to other parameters do not
-affect it; changes to named ones do. How it uses ``*args`` and ``**kwargs`` is read from its source.
+A wrapper names the parameters that it uses and passes the other parameters on. Changes to other parameters do
+not affect it, but changes to named ones do. How it uses ``*args`` and ``**kwargs`` is determined from its
+source.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ _REQUIRED = ""  # the text of a default that there is not
 
 
 class _Unknown(Exception):  # noqa: N818 - the name says what it is
-    """Raised when it cannot be determined which parameters a function accepts or uses."""
+    """Raised when the parameters that a function accepts or uses cannot be determined."""
 
 
 @dataclass
 class Use:
-    """Which upstream parameters a function uses.
+    """The upstream parameters that a function uses.
 
     Attributes:
-        own: name of each positional parameter, and whether it has a default, in order.
-        positions: number of leading parameters on which it depends, including those read from ``*args``.
-        read: positions that it reads from ``*args``, with a default if they are not given.
-        names: parameters that it reads by name, and whether it has a default if they are not given.
+        own: the name of each positional parameter, and whether it has a default, in order.
+        positions: the number of leading parameters on which the function depends, including those that it
+            reads from ``*args``.
+        read: the positions that it reads from ``*args``, with a default for those not given.
+        names: the parameters that it reads by name, and whether it has a default if they are not given.
         hands_on_positions, hands_on_names: whether it has ``*args`` and ``**kwargs``.
     """
 
@@ -48,7 +50,7 @@ class Use:
 
 
 def use_of(function: Any) -> Use | None:
-    """Return which parameters ``function`` uses after its first one, the original; None: unknown."""
+    """Return the parameters that ``function`` uses after the first one, the original; None if unknown."""
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -95,7 +97,7 @@ def _calls_of(name: str, node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _leading(call: ast.Call) -> int:
-    """Return the number of positional arguments in a call before the first starred one."""
+    """Return the number of positional arguments of a call before the first starred argument."""
     starred = (number for number, each in enumerate(call.args) if isinstance(each, ast.Starred))
     return next(starred, len(call.args))
 
@@ -105,7 +107,7 @@ def _is(node: ast.AST | None, name: str) -> bool:
 
 
 def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield parent and grandparent of every use of ``name`` in ``node``."""
+    """Yield the parent and grandparent of every use of ``name`` in ``node``."""
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
     for each in parents:
         if _is(each, name):
@@ -116,7 +118,7 @@ def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
     """Record the positions that are read from ``*rest``.
 
     Raises:
-        _Unknown: ``rest`` is used in an unknown way.
+        _Unknown: ``rest`` is used in a way that cannot be analyzed.
     """
     for part, _ in _uses(rest, node):
         if isinstance(part, ast.Starred) or _is_call(part, "any", "len"):
@@ -133,7 +135,7 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
     """Record the names that are read from ``**rest``.
 
     Raises:
-        _Unknown: ``rest`` is used in an unknown way.
+        _Unknown: ``rest`` is used in a way that cannot be analyzed.
     """
     for part, whole in _uses(rest, node):
         if isinstance(part, ast.keyword) or (isinstance(part, ast.Attribute) and part.attr == "values"):
@@ -165,7 +167,7 @@ def _is_call(node: ast.AST, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class _Function:
-    """An upstream function's signature, from its pin; defaults are source text, or empty."""
+    """The signature of an upstream function, from its pin; defaults are source text, or empty."""
 
     head: str
     positional: list[tuple[str, str]]
@@ -178,7 +180,7 @@ class _Function:
         return dict(self.positional) | self.keyword
 
     def at(self, position: int) -> tuple[str, str] | None:
-        """Return the name and default of the parameter at a position; None if there is none."""
+        """Return the name and default of the parameter at a position, or None if there is none."""
         return self.positional[position] if position < len(self.positional) else None
 
 
@@ -212,10 +214,10 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Describe the changes between two signatures that affect a function; None if there are none.
+    """Describe the changes between two signatures that affect a function; return None if there are none.
 
     Args:
-        use: the parameters that it uses; None: unknown, so every change counts.
+        use: the parameters that the function uses. If None, these are unknown, so every change counts.
         old: the signature for which the function was written.
         new: the current signature.
     """
@@ -247,7 +249,7 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
 
 
 def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -> Iterator[str]:
-    """Yield how a changed default affects our function, for a parameter at an unchanged position."""
+    """Yield the effects of a changed default on our function, for parameters at an unchanged position."""
     if assumes:
         yield from _of_default(*before, default)
     elif before[1] == _REQUIRED != default and own:

@@ -16,7 +16,7 @@ CALLERS = {"around", "wrap"}  # those that lie around what was there
 
 
 class NotAsked(str):
-    """The reason why a patch is not applied: its setting is off."""
+    """The reason why a patch is not applied because its setting is off."""
 
     __slots__ = ()
 
@@ -28,23 +28,24 @@ class Patch:
     Attributes:
         target: ``package.module:Qual.name``.
         kind: ``replace`` (``make`` is the new object), ``around`` (``make`` is called with the original and
-            the arguments), ``wrap`` (``make`` gets the original and returns the new object), ``constant``
-            (``make`` is the new value) or ``watch`` (nothing is changed, only the pin is compared).
+            the arguments), ``wrap`` (``make`` receives the original and returns the new object), ``constant``
+            (``make`` is the new value) or ``watch`` (nothing is changed, and only the pin is compared).
         make: see ``kind``.
-        devices: the devices to which it applies.
-        upstream: the upstream to which it applies; empty: any.
-        versions: PEP 440 specifier of upstream versions; empty: all.
+        devices: the devices to which the patch applies.
+        upstream: the upstream to which the patch applies; empty means any.
+        versions: a PEP 440 specifier of upstream versions; empty means all.
         why: the reason for the patch.
-        origin: the adaptor module that recorded it, with its function if that is defined there.
-        until: when it may be removed; empty: never.
-        upstream_bug: whether it fixes an upstream bug on all devices.
-        early: whether it must be applied before other modules use the target (such as a decorator), so that
-            applying it late fails.
-        condition: called when the module is patched; a returned string is the reason to skip the patch.
-        order: order among patches that call the original: a higher value is further outside.
+        origin: the adaptor module that recorded the patch, with its function if that is defined there.
+        until: when the patch may be removed; empty means never.
+        upstream_bug: whether the patch fixes an upstream bug on all devices.
+        early: whether the patch must be applied before other modules use the target (such as a decorator), so
+            that applying it late fails.
+        condition: called when the module is patched; if it returns a string, that is the reason to skip the
+            patch.
+        order: the order among patches that call the original: a patch with a higher value is further outside.
         where: ``file:line`` of the record.
-        nth: number of earlier records at the same place with the same text, as in a loop.
-        run: number of the adaptor's import; importing it again increases it.
+        nth: the number of earlier records at the same place with the same text, as in a loop.
+        run: the number of the adaptor's import, which increases when the adaptor is imported again.
     """
 
     target: str
@@ -66,7 +67,7 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """The dotted name of the target's module."""
+        """The dotted name of the module that contains the target."""
         return self.target.partition(":")[0]
 
     @property
@@ -87,7 +88,7 @@ class Patch:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is unique to the patch and stays the same when its adaptor is imported again."""
+        """A key that is unique to the patch and does not change when its adaptor is imported again."""
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
@@ -95,7 +96,7 @@ class Patch:
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
-        """Return the reason why the patch is not applied on this device, or None."""
+        """Return the reason why the patch is not applied on this device, or None if it is applied."""
         reason = self.condition() if self.condition else None
         if isinstance(reason, NotAsked):
             return reason
@@ -115,7 +116,7 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return what identifies a repeated record: place, text, and the name of ``make``."""
+    """Return the values that identify a repeated record: its place, its text, and the name of ``make``."""
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
     meant_for = patch.upstream, patch.versions, patch.devices

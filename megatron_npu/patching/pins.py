@@ -1,4 +1,4 @@
-"""Pins: fingerprints of upstream symbols, taken when a patch was written.
+"""Pins, which are fingerprints of upstream symbols, taken when a patch was written.
 
 A pin file belongs to one version of one upstream. A symbol matches if it equals the pin of any version of its
 upstream.
@@ -23,7 +23,7 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """A symbol in one upstream version: its fingerprint, its signature, and its first definition's line."""
+    """A symbol in one upstream version: fingerprint, signature and line of its first definition."""
 
     fingerprint: str
     signature: str
@@ -31,7 +31,7 @@ class Pin:
 
     @classmethod
     def of(cls, nodes: list[ast.stmt]) -> Pin:
-        """Return the pin of the statements that define a symbol (at least one statement)."""
+        """Return the pin of the statements that define a symbol; there must be at least one statement."""
         return cls(fingerprint(nodes), " | ".join(map(signature, nodes)), nodes[0].lineno)
 
 
@@ -40,8 +40,8 @@ class PinFile:
     """The pins of one upstream version.
 
     Attributes:
-        modules: module name -> SHA-256 of its file.
-        targets: ``package.module:Qual.name`` -> pin.
+        modules: maps a module's name to the SHA-256 of its file.
+        targets: maps ``package.module:Qual.name`` to its pin.
     """
 
     upstream: str
@@ -54,12 +54,12 @@ class PinFile:
         """Read one pin file.
 
         Raises:
-            PinError: the file is not a pin file, or has another format.
+            PinError: the file is not a pin file, or has another format version.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']}, not {FORMAT}")
+                raise ValueError(f"its format must be {FORMAT}, but it is {data['format']}")
             targets = {target: Pin(**pin) for target, pin in data["targets"].items()}
             return cls(data["upstream"], data["version"], data["modules"], targets)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -67,11 +67,11 @@ class PinFile:
 
     @property
     def name(self) -> str:
-        """The name of its file: ``<upstream>-<version>.json``."""
+        """The name of the pin file: ``<upstream>-<version>.json``."""
         return f"{self.upstream}-{self.version}.json"
 
     def json(self) -> str:
-        """Return the content of the pin file; equal pins give equal content."""
+        """Return the content of the pin file, which is the same for equal pins."""
         data = {
             "format": FORMAT,
             "upstream": self.upstream,
@@ -84,17 +84,17 @@ class PinFile:
 
 @dataclass
 class Pins:
-    """All pin files of one upstream, in the order of comparison."""
+    """All pin files of one upstream, in the order in which they are compared."""
 
     upstream: str
     files: list[PinFile] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path, upstream: str, version: str = "") -> Pins:
-        """Read every pin file of ``upstream`` in ``directory``, which may not exist.
+        """Read every pin file of ``upstream`` in ``directory``, which need not exist.
 
         Args:
-            version: the upstream version, whose pins come first, followed by the others, newest first.
+            version: the upstream version, whose pins come first; the others follow, newest first.
 
         Raises:
             PinError: a file cannot be read.
@@ -104,11 +104,11 @@ class Pins:
         return cls(upstream, [file for file in files if file.upstream == upstream])
 
     def of(self, target: str) -> dict[str, Pin]:
-        """Return the pin of ``target`` in every version that has one."""
+        """Return the pins of ``target`` in all versions that have one."""
         return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
     def voucher(self, target: str, module: str, digest: str) -> str:
-        """Return the version whose pins have ``target`` and this digest of ``module``'s file, or ''."""
+        """Return the version whose pins contain ``target`` and this digest of ``module``'s file, or ''."""
         known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)
         return next(known, "")
 

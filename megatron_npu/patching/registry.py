@@ -1,6 +1,7 @@
 """The patch records, and the decorators that create them.
 
-Recording a patch changes nothing. The engine (``engine``) applies a module's patches after its execution.
+Recording a patch changes nothing. The engine (``engine``) applies the patches of a module after its
+execution.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Make = TypeVar("Make")
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
     """Raised if two patches of one target could both be in effect but cannot be combined or ordered.
 
-    Two replacements cannot be combined; if two patches in different files call the original, one must be
-    inside the other.
+    Two replacements cannot be combined. If two patches in different files call the original, one of them must
+    be inside the other.
     """
 
 
@@ -34,22 +35,23 @@ class _Why(TypedDict):
 
 
 class Options(_Why, total=False):
-    """The options of a patch record; ``why`` is required.
+    """The options of a patch record, of which only ``why`` is required.
 
     Attributes:
-        why: the reason: what is wrong with, or missing from, upstream's own code on these devices.
+        why: the reason: what is wrong with upstream's own code, or missing from it, on these devices.
         until: when the patch may be removed: the upstream version or issue with the fix.
-        upstream_bug: whether it fixes an upstream bug on all devices; requires ``until``.
-        devices: the devices to which it applies (default: all).
-        versions: PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
+        upstream_bug: whether the patch fixes an upstream bug on all devices; requires ``until``.
+        devices: the devices to which the patch applies (default: all).
+        versions: a PEP 440 specifier of upstream versions, such as ``">=0.13,<0.15"`` (default: all).
         early: whether other modules use the target while they are imported (such as a decorator), so that
-            applying it late fails.
-        condition: called without arguments when the module is patched; a returned string is the reason to
-            skip the patch.
-        order: order among patches of the target in different files that call the original: a higher value is
-            further outside (default: 0). Patches in one file are in the order of the file, the last one
-            outermost.
-        upstream: the upstream to which it applies (default: that of the registry or recorder; empty: any).
+            applying the patch late fails.
+        condition: called without arguments when the module is patched; if it returns a string, that is the
+            reason to skip the patch.
+        order: the order among patches of the target in different files that call the original: a patch with a
+            higher value is further outside (default: 0). Patches in one file are in the order of the file,
+            with the last one outermost.
+        upstream: the upstream to which the patch applies (default: that of the registry or recorder; empty
+            means any).
     """
 
     until: str
@@ -63,7 +65,7 @@ class Options(_Why, total=False):
 
 
 class _Decorators:
-    """How patches are recorded: by decorating the code that replaces or wraps upstream's."""
+    """Records patches, which decorate the code that replaces or wraps that of upstream."""
 
     upstream: str = ""
 
@@ -71,7 +73,7 @@ class _Decorators:
         raise NotImplementedError
 
     def replace(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated function or class as the new ``target``.
+        """Record the decorated function or class as the replacement for ``target``.
 
         Use it if upstream's whole body is wrong on these devices. A plain function that replaces a static or
         class method is put into the same descriptor; one that replaces a property becomes its getter. ::
@@ -97,8 +99,8 @@ class _Decorators:
         """Record the decorated function to be called instead of ``target``, with the original first.
 
         Use it for code that runs before or after the original, or only in some cases. The function decides
-        when and whether to call ``original``, and keeps working if upstream changes the body, which a
-        replacement does not. Name, signature and docstring stay upstream's. ::
+        when and whether to call ``original``. Unlike a replacement, it keeps working if upstream changes the
+        body. The name, signature and docstring remain those of upstream. ::
 
             @around("megatron.training.arguments:add_megatron_arguments", why="the fused attention's flags")
             def add_flags(original, parser):
@@ -110,10 +112,10 @@ class _Decorators:
             def forward(original, self, x):  # a method: self comes after the original
                 return original(self, x.float()).type_as(x)
 
-        The original of a static or class method is its function (so a class method passes ``cls`` on), that
-        of a property its getter. Several patches of one target stack on top of a replacement: those in one
-        file in the order of the file, the last outermost; those in several files by ``order``, the highest
-        outermost. For a class, use ``wrap`` instead.
+        The original of a static or class method is its function (so a class method passes ``cls`` on), and
+        that of a property is its getter. Several patches of one target are applied on top of a replacement:
+        those in one file in the order of the file, with the last one outermost; those in several files by
+        ``order``, with the highest outermost. For a class, use ``wrap`` instead.
 
         Args:
             target: ``package.module:Qual.name``; a method is ``Class.method``.
@@ -123,16 +125,16 @@ class _Decorators:
             A decorator that returns its argument unchanged.
 
         Raises:
-            PatchConflict: another file's patch of ``target`` has the same ``order``.
+            PatchConflict: a patch of ``target`` in another file has the same ``order``.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         return self._decorator("around", target, options, sys._getframe(1))
 
     def wrap(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated factory: it gets the original and returns the new object.
+        """Record the decorated factory, which receives the original and returns the new object.
 
         Use it for what ``around`` cannot express: a class derived from upstream's class, or work that is done
-        once, when the module is patched. It stacks as ``around`` does. ::
+        once, when the module is patched. Several patches of one target are combined as with ``around``. ::
 
             @wrap("megatron.core.transformer.torch_norm:L2Norm", why="...")
             def with_fused_forward(original: type) -> type:
@@ -148,7 +150,7 @@ class _Decorators:
             A decorator that returns its argument unchanged.
 
         Raises:
-            PatchConflict: another file's patch of ``target`` has the same ``order``.
+            PatchConflict: a patch of ``target`` in another file has the same ``order``.
             ValueError: ``target`` or an option is malformed, or ``why`` is empty.
         """
         return self._decorator("wrap", target, options, sys._getframe(1))
@@ -168,10 +170,11 @@ class _Decorators:
         self._decorator("constant", target, options, sys._getframe(1))(value)
 
     def watch(self, target: str, **options: Unpack[Options]) -> None:
-        """Record that ``target`` runs as upstream wrote it, although one might expect a patch.
+        """Record that ``target`` is used as upstream wrote it, although a patch might be expected.
 
-        The ledger shows it as skipped. It is pinned like a patch: when upstream changes the function,
-        ``megatron-npu check`` reports it, and ``why`` lets a reader judge whether the reason still holds.
+        The ledger lists it as skipped. It is pinned like a patch: when upstream changes the function,
+        ``megatron-npu check`` reports the change, and ``why`` allows a reader to judge whether the reason
+        still holds.
 
         Args:
             target: ``package.module:Qual.name``.
@@ -203,7 +206,7 @@ class _Decorators:
 
 @dataclass
 class Recorder(_Decorators):
-    """The decorators of a registry with ``upstream`` set; adaptors use those for their upstream.
+    """The decorators of a registry with ``upstream`` already set, for the adaptors of one upstream.
 
     Args:
         registry: where the patches are recorded.
@@ -223,7 +226,7 @@ class Registry(_Decorators):
     """The recorded patches, in order of registration.
 
     Args:
-        upstream: the default upstream of patches; empty: any.
+        upstream: the default upstream of patches; empty means any.
     """
 
     upstream: str = ""
@@ -233,8 +236,7 @@ class Registry(_Decorators):
         """Record ``patch``. If its adaptor is imported again, the new record replaces the earlier one.
 
         Raises:
-            PatchConflict: another patch of the target could also be in effect, and the two cannot be
-                combined.
+            PatchConflict: another patch of the target could be in effect too, and the two cannot be combined.
             ValueError: the record is malformed.
         """
         _validate(patch)
@@ -266,19 +268,23 @@ class Registry(_Decorators):
 
 
 def in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Return one target's patches from the inside out: a replacement, then those that call the original."""
+    """Return a target's patches from the inside out: a replacement, then callers of the original."""
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 
 def _validate(patch: Patch) -> None:
     names = (patch.module, patch.qualname)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise ValueError(f"{patch.origin}: target {patch.target!r} is not package.module:Qual.name")
+        raise ValueError(
+            f"{patch.origin}: target {patch.target!r} does not have the form package.module:Qual.name"
+        )
     unknown = set(patch.devices) - set(ALL_DEVICES)
     if unknown or not patch.devices:
-        raise ValueError(f"{patch.origin}: devices {patch.devices} are not a subset of {ALL_DEVICES}")
+        raise ValueError(
+            f"{patch.origin}: devices must be a subset of {ALL_DEVICES}, but got {patch.devices}"
+        )
     if not patch.why.strip():
-        raise ValueError(f"{patch.origin}: the patch of {patch.target} has no reason (why)")
+        raise ValueError(f"{patch.origin}: the patch of {patch.target} must give a reason (why)")
     if patch.order and patch.kind not in CALLERS:
         raise ValueError(
             f"{patch.origin}: {patch.kind} of {patch.target} must not have an order, because it does "
@@ -296,7 +302,7 @@ def _validate(patch: Patch) -> None:
 
 
 def _refuse_conflict(first: Patch, second: Patch) -> None:
-    """Reject two replacements of a target, and callers of the original in two files without an order."""
+    """Reject two replacements of a target, and callers of the original in two files that have no order."""
     if not _meet(first, second):
         return
     both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"
@@ -304,7 +310,8 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
         raise PatchConflict(f"{first.target} is replaced twice: by {both}")
     if {first.kind, second.kind} <= CALLERS and first.order == second.order and first.file != second.file:
         raise PatchConflict(
-            f"{first.target} is patched in two files: by {both}. Give the outer patch order={first.order + 1}"
+            f"{first.target} is patched in two files: by {both}. Set order={first.order + 1} on the outer "
+            "patch"
         )
 
 

@@ -1,7 +1,7 @@
-"""Rebind names that a module imported with ``from module import f`` before the patch.
+"""Rebind names that a module imported with ``from module import f`` before the patch was applied.
 
-This is needed for circular imports, in which a sibling module is executed before ``module`` has finished, and
-if upstream was imported before the plug-in. Such names are found by object identity.
+This is required for circular imports, in which a sibling module is executed before ``module`` has finished,
+and if upstream was imported before the plug-in. Such names are found by object identity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Offer:
 def find_repairs(
     module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
 ) -> tuple[list[Change], list[Offer]]:
-    """Find which modules imported old objects of ``module`` by value, and what they may import later.
+    """Find modules that imported old objects of ``module`` by value, and objects they may import later.
 
     Args:
         made: the changes made by patching ``module``.
@@ -44,7 +44,7 @@ def find_repairs(
 
     Returns:
         The changes that rebind the names, and the new objects to take back on undo. The latter exclude new
-        objects defined in upstream itself, which a module may hold for another reason.
+        objects that are defined in upstream itself, because a module may refer to these for another reason.
     """
     changes = list(made)
     own = [change for change in changes if change.owner is module]
@@ -72,10 +72,11 @@ def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
 
 
 def is_shared_by_identity(value: Any, module: str) -> bool:
-    """Return True if other modules that hold ``value`` hold it because ``module`` defines it.
+    """Return True if other modules that refer to ``value`` do so because ``module`` defines it.
 
-    True for functions and classes that ``module`` itself defines; false for plain values, which may be equal
-    by chance, and for objects that ``module`` imported, which others may have imported from their origin.
+    This is the case for functions and classes that ``module`` itself defines. It is not for plain values,
+    which may be equal by chance, and for objects that ``module`` imported, which other modules may have
+    imported from their origin.
     """
     return callable(value) and getattr(value, "__module__", None) == module
 

@@ -1,4 +1,4 @@
-"""Source files of a Megatron version, which are parsed when needed and never imported or executed."""
+"""The source files of a Megatron version, which are parsed when needed and never imported or executed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_npu.patching.symbols import locate
 
 
 class Source:
-    """The source of one module: read immediately, parsed when needed.
+    """The source of one module, which is read immediately and parsed when needed.
 
     Args:
-        module: its dotted name.
+        module: the dotted name of the module.
         path: its file.
     """
 
@@ -35,7 +35,7 @@ class Source:
         """The parsed file.
 
         Raises:
-            SyntaxError: this Python cannot parse it.
+            SyntaxError: this version of Python cannot parse the file.
         """
         return ast.parse(self._content, str(self.path))
 
@@ -45,7 +45,7 @@ class Source:
 
 
 class SourceTree:
-    """The sources in a folder, each read once.
+    """The sources in a folder; each file is read once.
 
     Args:
         root: the folder that contains upstream's top-level package, and possibly a folder ``tasks`` with
@@ -68,7 +68,7 @@ class SourceTree:
         return self._sources[module]
 
     def pin(self, patches: Iterable[Patch], upstream: str, version: str) -> tuple[PinFile, list[str]]:
-        """Pin the targets of ``patches``.
+        """Create pins for the targets of ``patches``.
 
         Returns:
             The pins, and the targets that were not found.

@@ -15,8 +15,8 @@ def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
     """Return every statement of ``tree`` that defines ``qualname``, in source order.
 
     Conditional definitions (``if``, ``try``, ``with``, loops) are included. An import is reduced to the name
-    in question; a star import counts for names that nothing else defines. An inherited method is found in a
-    base class of the same file; if a base class is defined elsewhere, the class header represents it. An
+    in question; a star import counts for names that nothing else defines. An inherited method is searched in
+    base classes in the same file; if a base class is defined elsewhere, the class header represents it. An
     empty list means that the symbol does not exist.
     """
     *path, name = qualname.split(".")
@@ -33,7 +33,7 @@ def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run in the scope of ``body``, including nested blocks."""
+    """Yield the statements that run in the scope of ``body``, including those in nested blocks."""
     for node in body:
         yield node
         if isinstance(node, SCOPES):
@@ -51,7 +51,7 @@ def bindings(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _binding(node: ast.stmt, name: str) -> ast.stmt | None:
-    """Return ``node`` (an import narrowed to one name) if it binds ``name``, and None otherwise."""
+    """Return ``node`` if it binds ``name`` (with an import reduced to this name), and None otherwise."""
     if isinstance(node, SCOPES):
         return node if node.name == name else None
     if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,4 @@
-"""The state of a patch's target: its source compared with the pins."""
+"""The state of a patch's target, determined by comparing its source with the pins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Verdict:
     Attributes:
         status: ``same``, ``body_changed``, ``signature_changed``, ``gone`` or ``no_pin``.
         kind: the kind of the patch.
-        file: the source file, or the module if there is none.
+        file: the source file, or the module if there is no file.
         line: the line of the current definition; 0 if there is none.
         detail: a description of the change.
-        pin: the version whose pin matches or, if none does, with which the target was compared; empty without
-            a pin.
+        pin: the version whose pin matches or, if none matches, the version with which the target was
+            compared; empty without a pin.
         fits: whether the changed signature does not affect our function.
         ours: ``file:line`` of the patch.
     """
@@ -39,27 +39,30 @@ class Verdict:
 
     @property
     def drifted(self) -> bool:
-        """Whether upstream differs from the version for which the patch was written."""
+        """True if upstream differs from the version for which the patch was written."""
         return self.status in ("body_changed", "signature_changed", "gone")
 
     @property
     def fails(self) -> bool:
-        """Whether the patch must not be applied.
+        """True if the patch must not be applied.
 
-        A patch that calls the original survives a changed body; ``around`` also survives a signature that
-        ``fits``.
+        A patch that calls the original can be applied if the body has changed; ``around`` can also be applied
+        if the signature has changed but ``fits``.
         """
         survives = self.fits or (self.status == "body_changed" and self.kind not in REPLACEMENTS)
         return self.drifted and not survives
 
     @property
     def place(self) -> str:
-        """The position of the current definition, ``file:line``."""
+        """The position of the current definition in the form ``file:line``."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
 def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
-    """Compare the target of ``patch`` in ``source`` (None: no such file) with the pins of its upstream."""
+    """Compare the target of ``patch`` in ``source`` with the pins of its upstream.
+
+    ``source`` is None if there is no such file.
+    """
     return replace(_compare(patch, source, pins), ours=patch.ours)
 
 
@@ -81,7 +84,7 @@ def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
 
 
 def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, str, bool]:
-    """Return status, detail, the version whose pin decided, and whether a changed signature fits."""
+    """Return the status, the detail, the version whose pin decided, and whether a changed signature fits."""
     if not known:
         return "no_pin", "no pin", "", False
     for version, pin in known.items():
@@ -101,7 +104,7 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
 def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
     """Return the first version whose pin does not conflict with the patch, its pin, and None.
 
-    If all pins conflict, return the first version, its pin, and the conflict.
+    If all pins conflict, return the first version, its pin and the conflict.
     """
     use = use_of(patch.make) if patch.kind == "around" else None
     reasons = {version: conflict(use, pin.signature, signature) for version, pin in known.items()}
@@ -110,7 +113,7 @@ def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, 
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Group verdicts by target, the worst of each first; targets are in order of their first verdict."""
+    """Group verdicts by target, with the worst of each first; targets are in order of their first verdict."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.target, []).append(verdict)

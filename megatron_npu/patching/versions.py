@@ -1,4 +1,4 @@
-"""PEP 440 specifiers of upstream versions: match a version, and check whether two overlap."""
+"""PEP 440 specifiers of upstream versions: match a version, and check whether two specifiers overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @cache  # asked for each patch of each module, twice where a run asks for backports
 def admits(versions: str, version: str) -> bool:
-    """Return whether the specifier ``versions`` accepts ``version``; an empty specifier accepts everything.
+    """Return True if the specifier ``versions`` accepts ``version``; an empty specifier accepts all.
 
     A version that does not follow PEP 440 (a commit) is accepted only by an empty specifier.
     """
@@ -29,8 +29,8 @@ def admits(versions: str, version: str) -> bool:
 def versions_overlap(first: str, second: str) -> bool:
     """Return True if some version satisfies both specifiers.
 
-    A specifier set is an interval (with holes from ``!=``), so if there is a common version, it is zero, a
-    version named in one of the two, or just above such a version.
+    A specifier set is an interval (with holes from ``!=``), so if there is a common version, one of these is:
+    zero, a version named in one of the two specifiers, or a version just above such a version.
     """
     if not first or not second or first == second:
         return True

@@ -1,4 +1,4 @@
-"""Collectives for Python objects in a single process that represents all ranks, which hold equal objects."""
+"""Collectives for Python objects in a single process that represents all ranks, which have equal objects."""
 
 from __future__ import annotations
 

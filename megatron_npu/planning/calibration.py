@@ -48,16 +48,17 @@ class Calibration:
             measured = table["device"]
             if measured != device:
                 raise UsageError(
-                    f"--bench {path}: the table was measured on {measured}",
-                    f"a table measured on {device}",
-                    _REMEDY,
+                    f"--bench {path} was measured on {measured}, but the times are for {device}",
+                    remedy=_REMEDY,
                 )
             found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            told = f"--bench {path}: {error!r:.200}"
-            raise UsageError(told, "a JSON file written by `bench --suite 3d`", _REMEDY) from None
+            told = f"--bench {path} is not a JSON file written by `bench --suite 3d`: {error!r:.200}"
+            raise UsageError(told, remedy=_REMEDY) from None
         if not found:
-            raise UsageError(f"--bench {path}: none of its rows has a time", "measured rows", _REMEDY)
+            raise UsageError(
+                f"--bench {path} contains no measured rows: none of its rows has a time", remedy=_REMEDY
+            )
         source = f"{path.name}, {table.get('hardware') or device}"
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 

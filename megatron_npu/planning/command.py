@@ -144,17 +144,21 @@ def require_covered(job: Job, device: str) -> None:
         UsageError: the device is ``cuda`` and the job is one of these.
     """
     if device == "cuda" and job.family == TRAIN:
-        raise UsageError("--device cuda with train", "pretrain, or a stock script", "Use --device npu.")
+        raise UsageError(
+            "--device cuda does not support train; only pretrain and stock scripts can be planned for CUDA",
+            remedy="Use --device npu.",
+        )
     if device == "cuda" and job.routes_freely:
         raise UsageError(
-            "--device cuda with experts without padded capacity: fake tensors hold no token counts",
-            "--moe-pad-expert-input-to-capacity after --, or --device npu",
-            "Use --device npu, where --expert-imbalance sets the token counts.",
+            "--device cuda does not support experts without padded capacity, because fake tensors hold no "
+            "token counts",
+            remedy="Add --moe-pad-expert-input-to-capacity after --, or use --device npu, where "
+            "--expert-imbalance sets the token counts.",
         )
 
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
-    """Print the layouts that were run, and return 2 if none of them fits."""
+    """Print the layouts for which a dry run was made, and return 2 if none of them fits."""
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:

@@ -1,8 +1,8 @@
 """Closed-form estimates of memory and time for a layout. Layouts for a dry run are selected by memory.
 
 The time estimate assumes that each operation of a layer takes its compute time or its memory-traffic time,
-whichever is longer (a roofline model). Tensor, expert and pipeline parallel communication is exposed, data
-parallel communication overlaps with the backward pass of the last micro batch, and the pipeline has the
+whichever is longer (a roofline model). Communication of tensor, expert and pipeline parallelism is exposed,
+data-parallel communication overlaps with the backward pass of the last micro batch, and the pipeline has the
 bubble of the 1F1B schedule.
 """
 
@@ -70,7 +70,7 @@ class Estimate:
         return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
 
     def memory(self) -> float:
-        """Return the first stage's bytes: weights, gradients, states, activations in flight, logits."""
+        """Return the first stage's bytes: weights, gradients, states, activations in flight, and logits."""
         shape, layout = self.shape, self.layout
         shares = layout.data * layout.context if layout.shared else 1
         lasting = self.weights * (_HALF + _FULL + 12 / shares)

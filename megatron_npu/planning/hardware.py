@@ -10,9 +10,9 @@ class Hardware:
     """A kind of device.
 
     Attributes:
-        flops: dense bf16 operations per second.
-        memory: memory bandwidth of the device in bytes per second.
-        link: bytes per second and direction from one device to the others on its machine.
+        flops: the number of dense bf16 operations per second.
+        memory: the memory bandwidth of the device in bytes per second.
+        link: bytes per second and direction from one device to the other devices on its machine.
         network: bytes per second and direction from one device to other machines.
     """
 

@@ -1,4 +1,4 @@
-"""The planned job: its command line, its layout, and the ranks that represent all others."""
+"""The planned job: its command line, its layout, and the ranks that represent all other ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_npu.base import settings
+from megatron_npu.base import files, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons, stock_tools
 
@@ -38,7 +38,7 @@ class Job:
     """A command line and a number of devices.
 
     Attributes:
-        devices: number of devices, with one rank on each.
+        devices: the number of devices, with one rank on each.
         start: the words before the program's own flags: ``pretrain``, ``train``, or ``run SCRIPT``.
         flags: the program's own flags.
         family: the Megatron that parses the flags, as named in ``upstream.megatrons``; or ``TRAIN``.
@@ -66,18 +66,19 @@ class Job:
         if words and words[0].endswith(".py"):
             if not Path(words[0]).is_file():
                 raise UsageError(
-                    f"the script {words[0]} does not exist", "the path of a Python file", "Check the path."
+                    f"the script {words[0]} does not exist, or is not a file",
+                    remedy=files.nearest(words[0]),
                 )
             return cls(devices, ("run", words[0]), tuple(words[1:]), _family(Path(words[0])))._checked()
-        given = words[0] if words else "no command"
+        given = f"{words[0]} cannot be planned" if words else "no command was given"
         raise UsageError(
-            given,
-            "-- pretrain ARGUMENTS..., -- train ARGUMENTS..., or -- pretrain_gpt.py ARGUMENTS...",
-            "Put the job's command line after --.",
+            f"{given}; the job's command must be -- pretrain ARGUMENTS..., -- train ARGUMENTS..., or -- "
+            "pretrain_gpt.py ARGUMENTS...",
+            remedy="Put it after --.",
         )
 
     def number(self, flag: str, default: int) -> int:
-        """Return the value of an integer flag; the last occurrence counts."""
+        """Return the value of an integer flag; if it is repeated, the last value applies."""
         value = default
         for at, word in enumerate(self.flags):
             text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
@@ -88,12 +89,12 @@ class Job:
         return value
 
     def has(self, flag: str) -> bool:
-        """Return whether a flag is given."""
+        """Return True if a flag is given."""
         return any(word == flag or word.startswith(f"{flag}=") for word in self.flags)
 
     @property
     def has_data(self) -> bool:
-        """Whether the job reads data from files."""
+        """True if the job reads data from files."""
         return any(map(self.has, _DATA))
 
     @property
@@ -114,7 +115,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro batches per iteration on each rank."""
+        """The number of micro batches per iteration on each rank."""
         batch = self.number("--global-batch-size", 0)
         size = self.number("--micro-batch-size", 8 if self.family == TRAIN else 1)
         return batch // (size * self.data) if batch else 1
@@ -152,9 +153,9 @@ class Job:
     def classes(self) -> list[tuple[int, list[int]]]:
         """Return groups of equivalent ranks with their stage; the first rank of each group is run.
 
-        Each stage is a group. Where optimizer states or weights are sharded over the data and context
-        parallel ranks, the ranks with the last shard are a separate group, because padding can make it
-        smaller. Experts are sharded over fewer ranks, so their last shards are on other ranks.
+        Each stage is a group. Where optimizer states or weights are sharded over the data- and
+        context-parallel ranks, the ranks with the last shard are a separate group, because padding can make
+        it smaller. Experts are sharded over fewer ranks, so their last shards are on other ranks.
         """
         found = []
         for stage, ranks in self.stages().items():
@@ -164,7 +165,7 @@ class Job:
         return found
 
     def _last_shards(self) -> list[int]:
-        """Return how many ranks, at the end of a stage, have the last shard of the weights and of experts."""
+        """Return how many ranks at the end of a stage have the last shard of weights or of experts."""
         if not self.is_sharded:
             return []
         experts = self.number("--expert-model-parallel-size", 1)
@@ -173,7 +174,7 @@ class Job:
     def words(self) -> tuple[list[str], int]:
         """Return the command line of a planned rank, and its number of micro batches per iteration.
 
-        Micro batches beyond twice the pipeline's depth do not change the peak and are left out.
+        Micro batches beyond twice the depth of the pipeline do not change the peak and are omitted.
         """
         job = self.without(*_LEFT_OUT, *_LEFT_OUT_ALONE)
         if self.family == TRAIN:
@@ -195,17 +196,17 @@ class Job:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether data-parallel ranks shard the optimizer states or the weights."""
+        """True if data-parallel ranks shard the optimizer states or the weights."""
         return any(map(self.has, _SHARDED))
 
     @property
     def routes_freely(self) -> bool:
-        """Whether the number of tokens per expert depends on computed values."""
+        """True if the number of tokens per expert depends on computed values."""
         return self.has("--num-experts") and not self.has("--moe-pad-expert-input-to-capacity")
 
     @property
     def reads(self) -> bool:
-        """Whether the job reads files that may not match it: a checkpoint, or data."""
+        """True if the job reads files that may not match it: a checkpoint, or data."""
         return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
 
     def whole_words(self) -> list[str]:
@@ -215,7 +216,7 @@ class Job:
         return [*job.start, *job.flags]
 
     def _ending(self) -> Job:
-        """Return the job, ending after ``ITERATIONS`` iterations, and accepting a NaN loss."""
+        """Return the job, changed to end after ``ITERATIONS`` iterations and to accept a NaN loss."""
         if self.family == "megatron_core":  # a loss that nobody has computed is no number
             return self.with_flags("--no-check-for-nan-in-loss-and-grad", "--exit-interval", str(ITERATIONS))
         # trees of old save where --exit-interval ends them, wherever --save says; the learning rate's decay
@@ -233,16 +234,15 @@ class Job:
         sizes = self.tensor * self.pipeline * self.context
         if self.devices % sizes:
             raise UsageError(
-                f"--devices {self.devices} for {self.tensor} (tensor) x {self.pipeline} (pipeline) x "
-                f"{self.context} (context)",
-                f"a multiple of {sizes}",
-                "Change --devices or a parallel size.",
+                f"--devices must be a multiple of {sizes}, the product of {self.tensor} (tensor), "
+                f"{self.pipeline} (pipeline) and {self.context} (context), but got {self.devices}",
+                remedy="Change --devices or a parallel size.",
             )
         return self
 
 
 def _family(script: Path) -> str:
-    """Return which Megatron parses a script's flags: that of the script's own tree, if it has one."""
+    """Return the Megatron that parses a script's flags, which is in the script's own tree if it has one."""
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

@@ -34,8 +34,8 @@ class Layout:
     """Parallel sizes, micro batch, recomputation, and whether the optimizer states are sharded.
 
     Attributes:
-        chunks: model chunks per pipeline stage.
-        micro_batches: micro batches per iteration.
+        chunks: the number of model chunks per pipeline stage.
+        micro_batches: the number of micro batches per iteration.
     """
 
     tensor: int
@@ -72,7 +72,7 @@ class Layout:
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout whose sizes divide evenly; tensor parallel groups stay within a machine."""
+    """Yield each layout whose sizes divide evenly; tensor-parallel groups stay within a machine."""
     batch = job.number("--global-batch-size", 0)
     for tensor, pipeline, context, data in _sizes(job.devices, shape, per_node):
         for expert in _experts(shape, data * context):

@@ -1,4 +1,4 @@
-"""The HTML page of a plan: the printed report, and each rank's memory over time by purpose."""
+"""The HTML page of a plan, with the printed report and each rank's memory over time by purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def page(plan: Plan) -> str:
-    """Return the page as HTML; it loads no resources and runs no script."""
+    """Return the page as HTML; the page loads no resources and runs no script."""
     job = plan.job
     command = html.escape(" ".join([*job.start, *job.flags]))
     keys = "".join(
@@ -34,7 +34,8 @@ def page(plan: Plan) -> str:
         f"<h2>Allocated memory of each rank</h2>"
         "<p>From building the model to the end of the second iteration. The axis counts allocations and "
         "frees, because a dry run measures no time. On npu the curve shows the requested bytes; the peak is "
-        "the allocator's, which includes rounding. The dashed line is the memory of one device.</p>"
+        "the allocator's, which includes rounding. A dashed line marks the memory of one device less the "
+        "buffers of its communicators, where it is not far above the curve.</p>"
         f'<p class="key">{keys}</p>{charts}</body></html>\n'
     )
 
@@ -42,9 +43,12 @@ def page(plan: Plan) -> str:
 def _chart(plan: Plan, row: Row) -> str:
     curve: list[list[int]] = row.found["curve"]
     highest = max(map(sum, curve)) or 1
-    shown = max(highest, plan.memory) if plan.memory < 2 * highest else highest
+    available = max(0, plan.memory - row.buffers)
+    shown = max(highest, available) if available < 2 * highest else highest
     peak = size_text(row.found["peak"])
     title = f"rank {row.rank}, stage {row.stage}, represents {row.stands_for}: peak {peak}"
+    if row.buffers:
+        title += f", and {size_text(row.buffers)} for communicators"
     parts = [
         f"<h3>{title}</h3>",
         f'<svg viewBox="0 0 {_LEFT + _WIDTH} {_HEIGHT + _BELOW}" role="img" aria-label="{title}">',
@@ -60,8 +64,8 @@ def _chart(plan: Plan, row: Row) -> str:
         parts.append(f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:g}" y2="{y:g}" stroke="#0002"/>')
         label = size_text(int(shown * part / 4))
         parts.append(f'<text x="{_LEFT - 6}" y="{max(y + 4, 11):g}" text-anchor="end">{label}</text>')
-    if shown >= plan.memory:
-        y = _HEIGHT - _HEIGHT * plan.memory / shown
+    if shown >= available:
+        y = _HEIGHT - _HEIGHT * available / shown
         place = f'x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:g}" y2="{y:g}"'
         parts.append(f'<line {place} stroke="#c00" stroke-dasharray="6 4"/>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT + 18}">allocations and frees, in order</text></svg>')

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import cores
+from megatron_npu.planning.hosts import Hosts
 from megatron_npu.planning.job import Job
 from megatron_npu.process import python_child
 from megatron_npu.sim import launcher
@@ -31,12 +30,13 @@ class Ranks:
 
     Attributes:
         device: ``npu`` or ``cuda``.
-        per_node: devices per machine.
-        computed: number of bytes up to which the simulated NPU computes tensors, as in the setting.
+        per_node: the number of devices per machine.
+        computed: the number of bytes up to which the simulated NPU computes tensors; see the setting.
         curve: whether a rank reports its memory over time.
-        snapshot: file to which a rank writes a snapshot for torch's visualizer.
-        imbalance: tokens of this rank's experts, as a multiple of an even share.
+        snapshot: the file to which a rank writes a snapshot for torch's visualizer.
+        imbalance: the tokens of this rank's experts, as a multiple of an even share.
         check: whether a rank ends before training, after it has read checkpoint descriptions and data.
+        hosts: the processes that fork for ranks; copies of this object share them.
     """
 
     device: str
@@ -47,6 +47,7 @@ class Ranks:
     snapshot: Path | None = None
     check: bool = False
     imbalance: float = 1.0
+    hosts: Hosts = field(default_factory=Hosts, compare=False)
 
     @classmethod
     def on(cls, device: str, per_node: int = 8) -> Ranks:
@@ -61,7 +62,7 @@ class Ranks:
 
         why = library.unavailable()
         if why is not None:
-            raise UsageError(f"--device cuda: {why}", "Linux, and g++ on PATH", "Install g++.")
+            raise UsageError(f"--device cuda requires Linux and g++ on PATH: {why}", remedy="Install g++.")
         library.built()
         return cls(device, dict(os.environ), per_node)
 
@@ -71,14 +72,19 @@ class Ranks:
         Args:
             job: the job to which the ranks belong.
             numbers: the ranks to run.
-            memory: bytes per device; None: unlimited.
+            memory: the number of bytes per device. If None, memory is unlimited.
         """
         wanted = list(dict.fromkeys(numbers))
         # the job's rank 0 writes the data's indices, and the others wait for them
         found = {0: self._run(job, 0, memory)} if job.has_data and wanted != [0] else {}
         with ThreadPoolExecutor(len(cores.available())) as pool:
             others = [number for number in wanted if number not in found]
-            found |= pool.map(lambda number: (number, self._run(job, number, memory)), others)
+            try:
+                found |= pool.map(lambda number: (number, self._run(job, number, memory)), others)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.hosts.end()  # the threads wait for its ranks
+                raise
         return {number: found[number] for number in wanted}
 
     def _run(self, job: Job, number: int, memory: int | None) -> dict[str, Any]:
@@ -89,28 +95,23 @@ class Ranks:
             told |= {"check": self.check, "imbalance": self.imbalance}
             told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}
             (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")
-            with open(folder / "log", "wb") as log:
-                module = f"megatron_npu.planning.rank.{self.device}"
-                try:
-                    code = subprocess.run(
-                        [sys.executable, *python_child.module_flags(module), str(folder / "rank.json")],
-                        env=self._environment_of(job, number, memory),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        timeout=_LONGEST,
-                        check=False,
-                    ).returncode
-                except subprocess.TimeoutExpired:
-                    code = None
-            said = (folder / "log").read_text(encoding="utf-8", errors="replace")
+            environment = self._environment_of(job, 0, None)  # of the host, the same for all ranks
+            request = {
+                "specification": str(folder / "rank.json"),
+                "log": str(folder / "log"),
+                "environment": self._place_of(job, number, memory),
+            }
+            code, why = self.hosts.run(self.device, job.start, environment, request, _LONGEST)
+            log = folder / "log"
+            said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else why
             path = folder / "report.json"
             if not path.exists():
                 words_ = f"no result after {_LONGEST} s" if code is None else f"ended with exit code {code}"
                 return {"rank": number, "code": code, "error": words_, "log": said[-4000:]}
             return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
 
-    def _environment_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
+    def _place_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
+        """Return the variables that tell a rank which one it is."""
         place = {
             "RANK": number,
             "LOCAL_RANK": number % self.per_node,
@@ -125,7 +126,10 @@ class Ranks:
             place[settings.SIM_DEVICES.name] = self.per_node
             place[settings.SIM_DRY.name] = self.computed
             place[settings.SIM_MEMORY.name] = _ENOUGH if memory is None else memory
-        environment = {**self.environment, **{name: str(value) for name, value in place.items()}}
+        return {name: str(value) for name, value in place.items()}
+
+    def _environment_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
+        environment = {**self.environment, **self._place_of(job, number, memory)}
         environment["PYTHONPATH"] = os.pathsep.join(
             dict.fromkeys(
                 filter(

@@ -1,4 +1,4 @@
-"""Flags that reduce memory, cheapest first, each tried on the rank with the highest peak."""
+"""Flags that reduce memory, cheapest first; each of them is tried on the rank with the highest peak."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def found(
     """Return the first flags that make a job fit, with the bytes that it then needs, and all flags tried.
 
     Args:
-        needed: returns the bytes that the rank with the highest peak needs; None: the job cannot train.
-        memory: bytes per device.
+        needed: returns the bytes that the rank with the highest peak needs, or None if the job cannot train.
+        memory: the number of bytes per device.
     """
     tried = []
     for flags, changed in candidates(job):

@@ -22,7 +22,7 @@ _ROUND_LARGE = 2 << 20
 
 
 class DeviceFullError(RuntimeError):
-    """The device has no memory left."""
+    """Raised when the device has no memory left."""
 
 
 @dataclass(eq=False)
@@ -49,13 +49,13 @@ class Allocator:
     """The simulated allocator of one device.
 
     Args:
-        limit: maximum bytes of all segments; None: unlimited.
+        limit: the maximum number of bytes of all segments. If None, memory is unlimited.
 
     Attributes:
-        allocated, reserved: current bytes, like ``torch.cuda.memory_allocated`` and ``memory_reserved``.
+        allocated, reserved: the current bytes, like ``torch.cuda.memory_allocated`` and ``memory_reserved``.
         peak, peak_reserved: their maxima.
-        count: number of allocations.
-        events: the history in the format of torch's snapshots; None: not recorded.
+        count: the number of allocations.
+        events: the history in the format of torch's snapshots. If None, it is not recorded.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -100,7 +100,7 @@ class Allocator:
         self._add(block)
 
     def empty_cache(self) -> None:
-        """Release segments without used blocks."""
+        """Release the segments that contain no used blocks."""
         for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
             self._remove(block)
             self.reserved -= block.size
@@ -151,8 +151,8 @@ class Allocator:
             self.empty_cache()
             if self.reserved + bytes_ > self.limit:
                 raise DeviceFullError(
-                    f"allocating {bytes_} bytes more than the {self.reserved} reserved exceeds the limit of "
-                    f"{self.limit}"
+                    f"allocating {bytes_} bytes in addition to the {self.reserved} reserved ones exceeds "
+                    f"the limit of {self.limit}"
                 )
         block = Block(self._next, bytes_, small)
         self._next += bytes_

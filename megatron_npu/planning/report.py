@@ -1,4 +1,4 @@
-"""The report of a plan: a line per kind of rank, the largest one's communication, whether the job fits."""
+"""The report of a plan: one line per kind of rank, the largest rank's communication, whether the job fits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Row:
     Attributes:
         rank: the rank that was run.
         stage: its pipeline stage.
-        stands_for: number of ranks in the group.
+        stands_for: the number of ranks in the group.
         found: the rank's report.
-        fits: whether it fits; None: unknown, because the rank did not train.
+        fits: whether it fits; None if this is unknown, because the rank did not train.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Row:
 
     @property
     def buffers(self) -> int:
-        """Bytes of HCCL's communication buffers."""
+        """The bytes of HCCL's communication buffers."""
         return sum(group["buffer"] for group in self.found.get("groups", {}).values())
 
     @property
     def needed(self) -> int:
-        """Bytes of device memory that are counted."""
+        """The bytes of device memory that are counted."""
         return self.found["reserved"] + self.buffers
 
 
@@ -57,7 +57,8 @@ class Plan:
     Attributes:
         routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then
             needs.
-        remedy: flags that make the job fit, with the resulting peak; None: none was found or needed.
+        remedy: flags that make the job fit, with the resulting peak; None if there are none, or none are
+            needed.
     """
 
     job: Job
@@ -102,7 +103,7 @@ class Plan:
         said += ["", *self._table()]
         fullest = self.fullest
         said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
-        said += ["", *self._traffic(fullest, count)] if self.device == "npu" else []
+        said += ["", *self._traffic(fullest, count)]
         if count != job.micro_batches:
             said.append("not counted: the losses of micro batches that were not run, about 512 bytes each")
         said += ["", *self._assumed(), *self._verdict()]
@@ -139,7 +140,10 @@ class Plan:
         return lines
 
     def _traffic(self, row: Row, count: int) -> list[str]:
-        groups = {name: group for name, group in row.found["groups"].items() if group["calls"]}
+        # a collective of one rank sends nothing
+        groups = {
+            name: each for name, each in row.found["groups"].items() if each["calls"] and each["ranks"] > 1
+        }
         if not groups:
             return ["no communication"]
         lines = [
@@ -193,7 +197,9 @@ class Plan:
                 "less memory"
             )
         if self.device == "cuda":
-            lines.append("cuda: fake tensors and a simulation of torch's caching allocator")
+            lines.append(
+                "cuda: fake tensors and a simulation of torch's caching allocator; without NCCL's buffers"
+            )
         return lines
 
     def _routed(self) -> list[str]:

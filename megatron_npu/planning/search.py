@@ -1,4 +1,4 @@
-"""Search for a job's layout: enumerate, filter by closed-form estimates, and dry-run the best candidates."""
+"""Search for a job's layout: enumerate layouts, filter them by closed-form estimates, dry-run the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Found:
     """A layout after its dry run.
 
     Attributes:
-        needed: bytes that its largest rank needs; None if it did not train.
+        needed: the bytes that its largest rank needs; None if it did not train.
         why: the reason why it did not train.
     """
 
@@ -37,10 +37,10 @@ class Search:
     """Parameters of a search.
 
     Attributes:
-        memory: bytes per device.
-        per_node: devices per machine.
-        hardware: name of the device type for time estimates.
-        runs: maximum number of layouts to dry-run.
+        memory: the number of bytes per device.
+        per_node: the number of devices per machine.
+        hardware: the name of the device type for time estimates.
+        runs: the maximum number of layouts to dry-run.
         calibration: the measured-to-estimated ratios by which estimates are multiplied.
     """
 
@@ -52,7 +52,7 @@ class Search:
     calibration: Calibration = field(default_factory=Calibration)
 
     def candidates(self) -> tuple[list[Estimate], int]:
-        """Return the layouts that may fit, the fastest by estimate first, and the total number of layouts.
+        """Return the layouts that may fit, fastest by estimate first, and the total number of layouts.
 
         Raises:
             UsageError: no layout divides evenly, or the command line lacks the model's sizes.
@@ -64,18 +64,19 @@ class Search:
         ]
         if not listed:
             raise UsageError(
-                f"--search finds no layout for {self.job.devices} devices",
-                "parallel sizes that divide layers, heads and --global-batch-size",
-                "Change --devices or --global-batch-size.",
+                f"--search found no layout for {self.job.devices} devices; the parallel sizes must divide "
+                "the numbers of layers and heads, and --global-batch-size",
+                remedy="Change --devices or --global-batch-size.",
             )
         kept = _not_beaten(each for each in listed if each.memory() <= self.memory * _MARGIN)
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, needed: Callable[[Job], tuple[int | None, str]]) -> tuple[list[Found], list[str]]:
-        """Return the layouts that were run, the fastest that fits first, and the lines to print.
+        """Return the layouts for which a dry run was made, fastest that fits first, and the lines to print.
 
         Args:
-            needed: returns the bytes that a job's largest rank needs, or None and why it did not train.
+            needed: returns the bytes that a job's largest rank needs, or None and the reason why it did not
+                train.
         """
         kept, count = self.candidates()
         found = []
@@ -86,7 +87,7 @@ class Search:
         return found, self._lines(found, len(kept), count)
 
     def fits(self, found: Found) -> bool:
-        """Return whether a layout trained within the memory limit."""
+        """Return True if a layout trained within the memory limit."""
         return found.needed is not None and found.needed <= self.memory
 
     def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:
@@ -130,7 +131,7 @@ class Search:
 
 
 def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Drop layouts that need as much memory and time as another one with the same parallel sizes, or more."""
+    """Drop layouts that need at least as much memory and time as another one with the same parallel sizes."""
     best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
     for each in estimates:
         key = (*_sizes(each.layout), each.layout.micro_batch)

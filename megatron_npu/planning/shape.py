@@ -13,12 +13,13 @@ _VOCABULARY = 50257  # GPT-2's, where the command line names none
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT, with or without experts.
+    """A GPT model, with or without experts.
 
     Attributes:
-        heads, groups, channels: number of query heads, number of key and value heads, and size of a head.
-        ffn, matrices: inner size of the MLP (of one expert), and its number of matrices.
-        experts, chosen: number of experts, and experts per token; 0 and 1 without experts.
+        heads, groups, channels: the number of query heads, the number of key and value heads, and the size of
+            a head.
+        ffn, matrices: the inner size of the MLP (of one expert), and its number of matrices.
+        experts, chosen: the number of experts, and the number of experts per token; 0 and 1 without experts.
     """
 
     layers: int
@@ -43,13 +44,13 @@ class Shape:
         """
         if job.family == TRAIN:
             raise UsageError(
-                "--search with train", "a Megatron GPT: pretrain, or a stock script", "Remove --search."
+                "--search does not support train; it requires a Megatron GPT (pretrain, or a stock script)",
+                remedy="Remove --search.",
             )
         if absent := [flag for flag in _NEEDED if not job.number(flag, 0)]:
             raise UsageError(
-                f"--search without {', '.join(absent)}",
-                "the model's sizes after --",
-                "Add these flags after --.",
+                f"--search requires the model's sizes after --, but {', '.join(absent)} is missing",
+                remedy="Add these flags after --.",
             )
         hidden, heads = job.number("--hidden-size", 0), job.number("--num-attention-heads", 0)
         gated = job.has("--swiglu")
@@ -74,15 +75,15 @@ class Shape:
 
     @property
     def attention(self) -> int:
-        """Number of attention weights per layer."""
+        """The number of attention weights per layer."""
         return self.hidden * self.channels * 2 * (self.heads + self.groups)
 
     @property
     def mlp(self) -> int:
-        """Number of MLP weights per layer, or per expert."""
+        """The number of MLP weights per layer, or per expert."""
         return self.matrices * self.hidden * self.ffn
 
     @property
     def table(self) -> int:
-        """Number of weights of the embedding table."""
+        """The number of weights of the embedding table."""
         return self.vocabulary * self.hidden

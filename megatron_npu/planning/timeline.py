@@ -19,10 +19,10 @@ def keep(
     """Add the curve to a rank's report, and write the snapshot to a file if one is named.
 
     Args:
-        snapshot: the result of ``torch.cuda.memory._snapshot`` or of ``torch.npu``'s function.
-        addresses: addresses of persistent memory, by kind.
+        snapshot: the result of ``torch.cuda.memory._snapshot`` or of the same function in ``torch.npu``.
+        addresses: the addresses of persistent memory, by kind.
         report: the rank's report.
-        path: the file, readable by pytorch.org/memory_viz.
+        path: the file, which pytorch.org/memory_viz can read.
     """
     (events,) = [trace for trace in snapshot["device_traces"] if trace] or [[]]
     report["curve"] = curve(events, addresses)
@@ -33,11 +33,11 @@ def keep(
 def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]]) -> list[list[int]]:
     """Return the bytes in use for each of ``KINDS`` over time, as maxima over a limited number of intervals.
 
-    Persistent memory is recognized by its address: it is the longest-lived block there.
+    Persistent memory is recognized by its address: it is the longest-lived block at that address.
 
     Args:
-        events: the events of one device, as in a snapshot.
-        addresses: addresses of persistent memory, by kind.
+        events: the events of one device, in the format of a snapshot.
+        addresses: the addresses of persistent memory, by kind.
     """
     changes = [each for each in events if each["action"] in ("alloc", "free_requested")]
     lives = _longest(changes)
@@ -56,7 +56,7 @@ def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]
 
 
 def _longest(changes: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return for each address the number of the allocation that was kept longest."""
+    """Return, for each address, the number of the allocation that was kept longest."""
     begun: dict[int, int] = {}
     longest: dict[int, tuple[int, int]] = {}  # address -> (how long, number)
     for number, event in enumerate(changes):

@@ -77,9 +77,8 @@ def load(recipe: Recipe) -> ctypes.CDLL:
                 library, error = _loaded(recipe, folder, name)
     if library is None:
         raise UsageError(
-            f"{recipe.folder / name} cannot be loaded: {error}",
-            f"a library that {compiler} just built to be loadable",
-            recipe.remedy("Use a g++ that compiles for the machine on which the program runs"),
+            f"{recipe.folder / name} was just built by {compiler}, but it cannot be loaded: {error}",
+            remedy=recipe.remedy("Use a g++ that compiles for the machine on which the program runs"),
         )
     return library
 
@@ -88,15 +87,14 @@ def _compiler(recipe: Recipe) -> Path:
     found = shutil.which("g++")
     if found is None:
         raise UsageError(
-            "there is no g++ on PATH",
-            "a compiler that supports C++17",
-            recipe.remedy("Install g++ (apt install g++)"),
+            "there is no g++ on PATH; a compiler that supports C++17 is required",
+            remedy=recipe.remedy("Install g++ (apt install g++)"),
         )
     return Path(found).resolve()
 
 
 def _key(recipe: Recipe, compiler: Path) -> str:
-    """Return a digest of everything that affects the compiled library; several machines may share a cache."""
+    """Return a digest of everything that affects the compiled library, because machines may share a cache."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*recipe.sources, *recipe.headers)))
     digest.update(repr((recipe.flags, recipe.links, _processor())).encode())
     status = compiler.stat()  # instead of --version, which would take longer than all the rest
@@ -116,9 +114,9 @@ def _processor() -> tuple[str, ...]:
 def _require_executable(recipe: Recipe, folder: int) -> None:
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise UsageError(
-            f"{recipe.folder} is on a file system that is mounted noexec",
-            "a file system from which a library can be loaded",
-            recipe.remedy(_ANOTHER),
+            f"{recipe.folder} is on a file system that is mounted noexec, so that no library can be loaded "
+            "from it",
+            remedy=recipe.remedy(_ANOTHER),
         )
 
 
@@ -138,7 +136,7 @@ def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None,
 
 
 def _build(recipe: Recipe, compiler: Path, folder: int, name: str) -> None:
-    """Compile to a temporary name and rename the finished library; also remove unused ones."""
+    """Compile to a temporary name, and rename the finished library; also remove unused libraries."""
     _logger.info("compiling %s", recipe.folder / name)
     try:
         stream, partial = tempfile.mkstemp(".partial", f"{name}.", recipe.folder)
@@ -175,9 +173,9 @@ def _compile(recipe: Recipe, command: list[str], target: str) -> None:
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise UsageError(
-            f"{command[0]} did not finish within {_LONGEST} s",
-            "a compilation that takes a few seconds",
-            recipe.remedy("Start again when the machine is less busy"),
+            f"{command[0]} did not finish within {_LONGEST} s, although the compilation usually takes a "
+            "few seconds",
+            remedy=recipe.remedy("Start again when the machine is less busy"),
         ) from None
     if process.returncode:
         raise _refused(recipe, command[0], output)
@@ -191,8 +189,8 @@ def _refused(recipe: Recipe, compiler: str, output: str) -> UsageError:
         remedy = "Free space in the folder of TMPDIR"
     else:
         remedy = "Install a newer g++ (9 or newer)"
-    given = f"{compiler} does not compile them: {errors[0].strip()}"
-    return UsageError(given, "a compiler that supports C++17", recipe.remedy(remedy))
+    given = f"{compiler} cannot compile the sources, which require C++17: {errors[0].strip()}"
+    return UsageError(given, remedy=recipe.remedy(remedy))
 
 
 def _remove_unused(folder: int) -> None:

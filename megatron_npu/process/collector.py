@@ -1,7 +1,7 @@
 """Pause Python's garbage collector while a command imports its modules and builds its model.
 
-These objects live as long as the process. Otherwise the collector scans them repeatedly, which takes about a
-tenth of the time to the first step.
+These objects live as long as the process. Without the pause, the collector scans them repeatedly, which takes
+about a tenth of the time to the first step.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ def choose(device: str) -> None:
     """
     if not installed():
         raise UsageError(
-            "the package deepspeed is not installed",
-            "DeepSpeed, which this script uses for training",
-            "Install it: pip install 'megatron_npu[deepspeed]'.",
+            "this script uses DeepSpeed for training, but the deepspeed package is not installed",
+            remedy="Install it: pip install 'megatron_npu[deepspeed]'.",
         )
     accelerator, toolkit = VARIABLES
     os.environ[accelerator] = device

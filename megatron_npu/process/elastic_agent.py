@@ -16,8 +16,8 @@ _LOOKS = 10
 def find() -> psutil.Process | None:
     """Return the nearest ancestor that is not part of the run; shells between it and the rank are skipped.
 
-    If the agent has ended, this is the process that adopted its ranks (``has_gone``). Returns None if no
-    launcher, or an unknown one, started this process, or if processes cannot be inspected.
+    If the agent has ended, this is the process that adopted its ranks (``has_gone``). The result is None if
+    no launcher, or an unknown one, started this process, or if processes cannot be inspected.
     """
     run = os.environ.get(_RUN)
     if run is None or not sys.platform.startswith("linux"):

@@ -31,9 +31,10 @@ def watch() -> None:
     def spawn(*args: Any, **kwargs: Any) -> Any:
         if signature.bind(*args, **kwargs).arguments.get("nprocs") == 0:
             _logger.warning(
-                "torch.multiprocessing.spawn(nprocs=0) starts no process. If nprocs is "
-                "torch.cuda.device_count(): there is no CUDA here. Set %s=1, or start the program with "
-                "`megatron-npu run --redirect`, to map torch.cuda to this machine's device.",
+                "torch.multiprocessing.spawn was called with nprocs=0 and starts no process. "
+                "If nprocs is torch.cuda.device_count(), the reason is that this machine has "
+                "no CUDA device. To map torch.cuda to this machine's device, set %s=1, or "
+                "start the program with `megatron-npu run --redirect`.",
                 settings.REDIRECT.name,
             )
         return original(*args, **kwargs)

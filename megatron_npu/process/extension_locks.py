@@ -1,7 +1,7 @@
 """Remove locks that interrupted compilations left in torch's cache of C++ extensions.
 
 ``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
-it keeps open. A killed process leaves the file, and every later process waits forever, silently
+it keeps open. A killed process leaves the file, and every later process waits forever without a message
 (``torch.utils.file_baton``). DeepSpeed compiles at its start, and megatron-core 0.19 in the first step that
 recomputes an output (``tensor_parallel.random``).
 """
@@ -19,7 +19,7 @@ _PROCESSES = Path("/proc")
 def folder() -> Path:
     """Return the folder in which torch compiles this user's extensions.
 
-    Corresponds to ``cpp_extension._get_build_directory``.
+    This function corresponds to ``cpp_extension._get_build_directory``.
     """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -30,7 +30,7 @@ def stale(place: Path | None = None) -> list[Path]:
     """Return the locks that no process on this machine holds; empty if this cannot be determined.
 
     Args:
-        place: the cache folder; None: this user's.
+        place: the cache folder. If None, that of this user.
     """
     root = folder() if place is None else place
     locks = sorted({*root.glob(f"*/{_LOCK}"), *root.glob(f"*/*/{_LOCK}")})
@@ -61,7 +61,7 @@ def remove_stale(speaker: str) -> list[Path]:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Return device and inode of the files that processes have open, as far as this user may see them."""
+    """Return the device and inode of the files that processes have open, where this user may see them."""
     found = set()
     for link in _PROCESSES.glob("[0-9]*/fd/*"):
         identity = _identity(link)

@@ -1,7 +1,7 @@
-"""The folder of torch.compile's graphs: C++ and pickles that torch loads without checking their owner.
+"""The folder for torch.compile's graphs: C++ and pickles that torch loads without checking their owner.
 
-torch's default, ``/tmp/torchinductor_USER``, can be created first by any user. Importing ``torch._dynamo``
-(an optimizer does) creates it and sets the variable, so ours is set before that.
+torch's default folder, ``/tmp/torchinductor_USER``, can be created first by any user. Importing
+``torch._dynamo`` (an optimizer does) creates it and sets the variable, so ours is set before that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import user_cache
 
@@ -58,7 +59,7 @@ def _default() -> Path:
 
 
 def _cannot_be_made(error: UsageError) -> bool:
-    """Return whether the error means that there is no writable home, rather than a wrong owner."""
+    """Return True if the error means that there is no writable home, rather than a wrong owner."""
     return error.given.startswith("no home folder") or isinstance(error.__cause__, OSError)
 
 
@@ -71,12 +72,12 @@ def _open(folder: Path, remedy: str) -> Path:
             raise user_cache.unusable(folder, error, remedy) from error
     for parent in folder.parents:  # torch is given a path, not this descriptor
         status = parent.stat()
-        anyone = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-        if anyone or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
+        others = files.is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX
+        if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
             raise UsageError(
-                f"{folder}: other users can replace the folder, because they can write to {parent}",
-                "a folder that only this user can change: compiled graphs are loaded from it",
-                remedy,
+                f"compiled graphs are loaded from {folder}, but other users can replace this folder, "
+                f"because they can write to {parent}; only this user may be able to change it",
+                remedy=remedy,
             )
     return folder
 

@@ -1,4 +1,4 @@
-"""Keep Ctrl-C from being lost, and let SIGTERM end a command as Ctrl-C does.
+"""Prevent Ctrl-C from being lost, and make SIGTERM end a command as Ctrl-C does.
 
 Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks.
 """
@@ -21,14 +21,14 @@ _AGAIN = 0.02  # seconds: by then what has dropped it is over
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, inside of ``termination_heard``."""
+    """Raised on SIGTERM inside ``termination_heard``."""
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Send SIGINT to the main thread again if Python dropped a KeyboardInterrupt inside the block.
 
-    Otherwise such a Ctrl-C only prints two lines on stderr ("Exception ignored in"), and the run continues.
+    Otherwise, such a Ctrl-C only prints two lines to stderr ("Exception ignored in"), and the run continues.
     """
     former = sys.unraisablehook
 
@@ -75,10 +75,10 @@ def termination_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer a SIGINT inside the block to its end, because it would be lost during a fork.
+    """Defer any SIGINT received inside the block until the block exits, even if it raises an error.
 
-    This also happens if the block fails. A process forked inside the block starts with a handler that only
-    records the signal.
+    A signal that arrives during a fork would be lost. A process forked inside the block starts with a handler
+    that only records the signal.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

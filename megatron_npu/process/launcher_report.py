@@ -1,9 +1,10 @@
 """Write a rank's error line to the file that torchrun shows as the root cause.
 
-torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints its content, normally written by
-torch's ``record`` decorator, under "Root Cause". Without it, torchrun prints a link to its documentation,
-forty lines below the rank's own message. A script whose main function has that decorator (bigscience's) has
-already written the same error with its traceback, fifty lines for each rank; the line replaces it.
+torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints the content of the file, normally
+written by torch's ``record`` decorator, under "Root Cause". Without the file, torchrun prints a link to its
+documentation, forty lines below the rank's own message. A script whose main function has that decorator
+(bigscience's) has already written the same error with its traceback, fifty lines for each rank; the line
+replaces it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell(line: str) -> None:
-    """Write the line for torchrun if it started this process; a file with another error is kept."""
+    """Write the line for torchrun if it started this process; a file with another error is not changed."""
     file = os.environ.get(_FILE)
     if not file or (os.path.exists(file) and not _is_of(line, file)):
         return
@@ -27,7 +28,7 @@ def tell(line: str) -> None:
 
 
 def _is_of(line: str, file: str) -> bool:
-    """Return whether the decorator has already written the line's error, as ``Kind: message``."""
+    """Return True if the decorator has already written the line's error, as ``Kind: message``."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, encoding="utf-8") as stream:
             told = json.load(stream)["message"]["message"].partition(": ")[2]

@@ -1,10 +1,10 @@
 """Determine this process's rank for any launcher; no other module reads the launchers' variables.
 
 All other modules read torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. ``settle`` sets them for processes of Slurm or MPI. Kubernetes operators (PyTorchJob, Volcano,
+MASTER_PORT. ``settle`` sets these for processes of Slurm or MPI. Kubernetes operators (PyTorchJob, Volcano,
 PAI-DLC, AscendJob) number machines with the variables that torchrun uses for ranks; Kubeflow's Trainer sets
-torchrun's. Ambiguous settings are rejected, because a task that does not know of the others would train a
-separate model.
+torchrun's. Ambiguous settings are rejected, because a task that does not know of the other tasks would train
+a separate model.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Task:
 
     Attributes:
         launcher: the launcher's name.
-        rank, ranks: its number, and the total number of processes.
-        local, locals: its number on its machine, and the number of processes there.
+        rank, ranks: the number of the process, and the total number of processes.
+        local, locals: the number of the process on its machine, and the number of processes there.
         machine: the number of its machine.
-        address: address of the first machine; None: unknown.
+        address: the address of the first machine, or None if unknown.
         job: a number that is the same for all tasks of the job.
     """
 
@@ -65,8 +65,8 @@ class Machine:
 
     Attributes:
         launcher: the variables that identify the operator.
-        number, count: its number, and the number of machines.
-        processes: number of processes per machine; None: not specified.
+        number, count: the number of the machine, and the number of machines.
+        processes: the number of processes per machine, or None if it is not specified.
         address, port: the rendezvous address.
     """
 
@@ -79,7 +79,7 @@ class Machine:
 
 
 def settle(argv: Sequence[str]) -> None:
-    """Set torchrun's variables for this process, whichever launcher started it. A second call has no effect.
+    """Set torchrun's variables for this process, regardless of its launcher. A second call has no effect.
 
     Args:
         argv: the command and its arguments.
@@ -102,7 +102,7 @@ def settle(argv: Sequence[str]) -> None:
 
 
 def _is_told() -> bool:
-    """Return whether torchrun's variables give the rank, as DeepSpeed's launcher and accelerate set them."""
+    """Return True if torchrun's variables specify the rank, as set by DeepSpeed's launcher and accelerate."""
     return all(os.environ.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
@@ -117,9 +117,10 @@ def _settle_task(command: str) -> None:
     address = os.environ.get("MASTER_ADDR") or task.address
     if address is None:
         raise UsageError(
-            f"{task.launcher} started {task.ranks} tasks on several machines without MASTER_ADDR",
-            "the first machine's address in MASTER_ADDR",
-            "Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each machine.",
+            f"{task.launcher} started {task.ranks} tasks on several machines, but MASTER_ADDR is not set; "
+            "it must hold the first machine's address",
+            remedy="Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each "
+            "machine.",
         )
     if command == "train" and task.locals == 1:  # which starts the ranks of its machine by itself
         given = {"NNODES": task.ranks, "NODE_RANK": task.rank}
@@ -132,7 +133,7 @@ def _settle_task(command: str) -> None:
 
 
 def _of_slurm() -> Task | None:
-    """Return the task of an ``srun`` step; None in a batch script, and in a step with a single task."""
+    """Return the task of an ``srun`` step, or None in a batch script and in a step with a single task."""
     tasks = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return None
@@ -152,13 +153,14 @@ def _of_slurm() -> Task | None:
 
 
 def _tasks_of(per_node: str, node: int) -> int:
-    """Return the number of tasks on a node; ``4(x2),2`` means 4, 4 and 2."""
+    """Return the number of tasks on a node, where ``4(x2),2`` means 4, 4 and 2."""
     counts: list[int] = []
     for word in per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
         if found is None:
             raise UsageError(
-                f"SLURM_TASKS_PER_NODE={per_node}", "task counts such as 4(x2),2", "Start torchrun."
+                f"SLURM_TASKS_PER_NODE must contain task counts such as 4(x2),2, but got {per_node}",
+                remedy="Start torchrun.",
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts[node] if node < len(counts) else counts[-1]
@@ -180,7 +182,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task started by MPICH's or Intel's mpiexec; None if neither started this process."""
+    """Return the task started by MPICH's or Intel's mpiexec, or None if neither started this process."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
@@ -191,7 +193,7 @@ def _of_hydra() -> Task | None:
 
 
 def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
-    """Return a task; MPI provides no addresses, so the address is known only on a single machine."""
+    """Return a task. MPI provides no addresses, so the address is known only on a single machine."""
     address = "127.0.0.1" if ranks == locals_ else None
     return Task(launcher, rank, ranks, local, locals_, rank // locals_, address, zlib.crc32(job.encode()))
 
@@ -212,7 +214,7 @@ def _of_trainer() -> Machine | None:
 
 
 def _of_operator() -> Machine | None:
-    """Return the machine that an operator numbers with the ranks' variables; None if there is none.
+    """Return the machine that an operator numbers with the ranks' variables, or None if there is none.
 
     If LOCAL_RANK is a number, RANK is the rank of a process. AscendJob sets it to a list of the pod's NPUs.
     """
@@ -234,10 +236,10 @@ def _pods(npus: int, each: int) -> int:
     """
     if _number("LOCAL_WORLD_SIZE", each) != each or npus % each:
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        given = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
         raise UsageError(
-            " ".join(f"{name}={os.environ.get(name, '')}" for name in names),
-            "as many NPUs in each pod as LOCAL_RANK lists",
-            "Correct the job, or unset these variables and start torchrun.",
+            f"each pod must have as many NPUs as LOCAL_RANK lists, but got {given}",
+            remedy="Correct the job, or unset these variables and start torchrun.",
         )
     return npus // each
 
@@ -246,9 +248,9 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
     command, several = argv[0], (machine.processes or 1) > 1 or _devices() > 1
     if machine.number >= machine.count:
         raise UsageError(
-            f"machine {machine.number} of {machine.count} ({machine.launcher})",
-            "a number below the number of machines",
-            "Correct the job.",
+            f"the number of a machine must be less than the number of machines, but {machine.launcher} "
+            f"describes machine {machine.number} of {machine.count}",
+            remedy="Correct the job.",
         )
     if command == "train":
         for name in RANKS:
@@ -258,12 +260,11 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
     elif several and _trains(argv):
         raise UsageError(
             f"{machine.launcher} describes {machine.count} machines with several devices each, but started "
-            "only one process here",
-            "one process per device",
-            "Start torchrun -m megatron_npu, which reads PET_…"
+            "only one process here; each device requires its own process",
+            remedy="Start torchrun -m megatron_npu, which reads PET_…"
             if machine.launcher.startswith("PET")
-            else f"torchrun --nnodes {machine.count} --node-rank $RANK --nproc-per-node N --master-addr "
-            "$MASTER_ADDR --master-port $MASTER_PORT -m megatron_npu " + command,
+            else f"Start torchrun --nnodes {machine.count} --node-rank $RANK --nproc-per-node N "
+            "--master-addr $MASTER_ADDR --master-port $MASTER_PORT -m megatron_npu " + command,
         )
     else:
         given = (machine.number, machine.count, 0, 1, machine.number)
@@ -278,7 +279,7 @@ def _meet_at(machine: Machine) -> None:
 
 
 def _trains(argv: Sequence[str]) -> bool:
-    """Return whether a command line starts training; scripts are recognized by Megatron's naming."""
+    """Return True if a command line starts training; scripts are recognized by Megatron's naming."""
     script = next((Path(word).name for word in argv[1:] if word.endswith(".py")), "")
     return argv[0] == "pretrain" or script.startswith(("pretrain", "finetune", "train"))
 
@@ -300,7 +301,7 @@ def _be_alone(command: str, machine: Machine) -> None:
 
 
 def _wait_for_table() -> None:
-    """Wait until AscendJob's rank table is complete: it is written while pods start.
+    """Wait until AscendJob's rank table is complete, because it is written while pods start.
 
     Raises:
         UsageError: the table is still incomplete after a long wait.
@@ -313,20 +314,21 @@ def _wait_for_table() -> None:
         now = time.monotonic()
         if now - began > _WAIT:
             raise UsageError(
-                f"{_TABLE}={path} has had the status {status} for {_WAIT:.0f} s",
-                "the status completed",
-                "Check that all pods are running.",
+                f"{_TABLE}={path} has had the status {status} for {_WAIT:.0f} s; the job starts only when "
+                "the status is completed",
+                remedy="Check that all pods are running.",
             )
         if now - said > _SAY:
             said = now
             print(
-                f"megatron_npu: waiting for {path}: {status}; not all pods are running yet", file=sys.stderr
+                f"megatron_npu: waiting for {path} (status: {status}); not all pods are running yet",
+                file=sys.stderr,
             )
         time.sleep(_PAUSE)
 
 
 def _status(path: Path) -> str | None:
-    """Return the status field of a rank table; ``initializing`` if the file is still being written."""
+    """Return the status field of a rank table, or ``initializing`` if the file is still being written."""
     with contextlib.suppress(OSError):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -346,9 +348,9 @@ def _require_address() -> None:
         return
     if not os.environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']} without MASTER_ADDR",
-            "the first machine's address in MASTER_ADDR, and its port in MASTER_PORT",
-            "Export both, or use torchrun.",
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but MASTER_ADDR "
+            "is not; MASTER_ADDR must hold the first machine's address, and MASTER_PORT its port",
+            remedy="Export both, or use torchrun.",
         )
     os.environ.setdefault("MASTER_PORT", str(_PORT))
 
@@ -361,5 +363,5 @@ def _number(name: str, default: int) -> int:
     """
     text = os.environ.get(name, "").strip()
     if text and not text.isdecimal():
-        raise UsageError(f"{name}={text}", "an integer", f"Correct it, or unset {name}.")
+        raise UsageError(f"{name} must be an integer, but got {text}", remedy=f"Correct it, or unset {name}.")
     return int(text) if text else default

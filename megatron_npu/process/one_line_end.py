@@ -1,6 +1,6 @@
-"""Print a user's mistake as one line at the end of the process, also outside this project's commands.
+"""Print a user error as one line at the end of the process, even outside this project's commands.
 
-``megatron-npu`` catches these errors itself. With torch's entry point or ``import megatron_npu`` they reach
+``megatron-npu`` catches these errors itself. With torch's entry point or ``import megatron_npu``, they reach
 the interpreter, which would print a long traceback.
 """
 
@@ -23,11 +23,11 @@ def arm(
 ) -> OneLineEnd:
     """Print errors of these kinds as one line when they end the process; pass others to the previous hook.
 
-    A second call changes nothing.
+    A second call has no effect.
 
     Args:
-        mistake: the class of user errors; the exit code is 2, as for our commands.
-        kinds: other errors; the exit code stays Python's, 1.
+        mistake: the class of user errors, for which the exit code is 2, as for our commands.
+        kinds: other errors, for which the exit code is Python's, 1.
         traced: returns whether to print the traceback of an error as well.
 
     Returns:
@@ -65,7 +65,7 @@ class OneLineEnd:
         self.armed = True
 
     def disarm(self) -> None:
-        """Restore the previous hook; if other code installed its own in front, only pass errors on."""
+        """Restore the previous hook; if other code installed its hook in front, only pass errors on."""
         self.armed = False
         if sys.excepthook is self:
             sys.excepthook = self.former
@@ -74,7 +74,7 @@ class OneLineEnd:
         """Print one line, or call the previous hook.
 
         Raises:
-            SystemExit: the error is a user's mistake.
+            SystemExit: the error is a user error.
         """
         line = f"megatron_npu: error: {error}"
         if not self.armed or self.traced(error):

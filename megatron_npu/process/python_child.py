@@ -1,6 +1,6 @@
 """Start Python programs that find this package and do not import modules from the working directory.
 
-For ``-m`` and ``-c`` Python searches the working directory first, which another user may control.
+For ``-m`` and ``-c``, Python searches the working directory first, which another user may control.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()
     """Return the command that runs a module like ``python -m``.
 
     Args:
-        name: name of the module.
-        arguments: arguments of the program.
-        options: options of the interpreter, such as ``-W ignore``.
+        name: the name of the module.
+        arguments: the arguments of the program.
+        options: the options of the interpreter, such as ``-W ignore``.
     """
     return [sys.executable, *options, *module_flags(name), *arguments]
 
@@ -39,10 +39,11 @@ def code(statement: str) -> list[str]:
 
 
 def search_path() -> str:
-    """Return the PYTHONPATH of a child: this package, which may not be installed, and the user's entries.
+    """Return the PYTHONPATH of a child, which contains this package and the user's entries.
 
-    An installed package is not added, because its folder would shadow Python's own modules. Empty entries, as
-    in ``export PYTHONPATH=$PYTHONPATH:/x``, are removed because they mean the working directory.
+    This package may not be installed. An installed package is not added, because its folder would shadow
+    Python's own modules. Empty entries, as in ``export PYTHONPATH=$PYTHONPATH:/x``, are removed because they
+    mean the working directory.
     """
     installed = [Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())]
     own = [] if _PACKAGES in installed else [str(_PACKAGES)]

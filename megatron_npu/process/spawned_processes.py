@@ -1,12 +1,12 @@
 """Patch processes that ``multiprocessing`` spawns, which start with a new interpreter.
 
-A spawned child runs the main script again under another name, so it imports Megatron: writers of asynchronous
-checkpoints, their result server, data-loader workers. If the package is installed, torch's entry point
-installs the hook there. If it is only on ``PYTHONPATH``, or torch's autoload is off, the child would run
-unpatched and fail.
+A spawned child runs the main script again under another name, so it imports Megatron. Examples are writers of
+asynchronous checkpoints, their result server, and data-loader workers. If the package is installed, torch's
+entry point installs the hook there. If it is only on ``PYTHONPATH``, or torch's autoload is off, the child
+would run unpatched and fail.
 
-Python starts them, and its helpers (the shared-memory tracker, the ``forkserver``), with ``-c``, which
-searches the working directory for modules first. That folder may belong to another user, so it is not
+Python starts these children and its helpers (the shared-memory tracker, the ``forkserver``) with ``-c``,
+which searches the working directory for modules first. That folder may belong to another user, so it is not
 searched here.
 """
 
@@ -33,7 +33,7 @@ def run_first(statement: str) -> None:
 def arm() -> _Command:
     """Make every child that is spawned from now on import this package first, from the same place as here.
 
-    A second call changes nothing.
+    A second call has no effect.
 
     Returns:
         The object that creates the commands of children.
@@ -58,7 +58,7 @@ def disarm() -> None:
 
 
 class _Flags:
-    """Return Python's flags for a child's interpreter, plus ``-P``: a child gets its parent's path anyway.
+    """Return Python's flags for a child's interpreter, plus ``-P``; a child gets its parent's path anyway.
 
     Args:
         original: Python's function.
@@ -73,7 +73,7 @@ class _Flags:
 
 
 class _Command:
-    """Python's ``get_command_line``, with statements of ours at the start of the child's command.
+    """Python's ``get_command_line``, with our statements at the start of the child's command.
 
     Args:
         original: Python's function.

@@ -12,11 +12,11 @@ from types import FrameType
 def print_on_signal() -> bool:
     """Print the stacks of all threads to stderr on SIGUSR1; the run continues.
 
-    Without this handler the signal ends the process. If the program handles the signal itself, now or later,
+    Without this handler, the signal ends the process. If the program handles the signal itself, now or later,
     its handler takes precedence.
 
     Returns:
-        Whether the handler was installed.
+        True if the handler was installed.
     """
     usr1 = getattr(signal, "SIGUSR1", None)  # Windows has none
     if usr1 is None or sys.__stderr__ is None or not _is_free(usr1):
@@ -46,7 +46,7 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: a Python-level handler is needed for ``signal.set_wakeup_fd`` to notify a thread."""
+    """Do nothing; ``signal.set_wakeup_fd`` requires a Python-level handler to notify a thread."""
 
 
 def print_now() -> None:

@@ -1,8 +1,9 @@
-"""Private folders of this user from which code is loaded: no other user can write to them.
+"""Private folders of this user from which code is loaded, to which no other user can write.
 
-A folder is opened and checked, files are opened relative to it, and the loader gets the open file, so that
-replacing a name in between has no effect. A library ends with a digest of its content, so that a truncated
-one is compiled again instead of loaded: reading past the end of a mapped file kills the process.
+A folder is opened and checked, files are opened relative to it, and the loader receives the open file, so
+that replacing a name in between has no effect. A library ends with a digest of its content, so that a
+truncated library is compiled again instead of loaded: reading past the end of a mapped file kills the
+process.
 """
 
 from __future__ import annotations
@@ -47,19 +48,21 @@ def root() -> Path:
     try:
         cache = Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache"
     except RuntimeError as error:
-        expected = "HOME or XDG_CACHE_HOME set"
-        raise UsageError(f"no home folder: {error}", expected, "Export one of them.") from None
+        expected = "HOME or XDG_CACHE_HOME"
+        raise UsageError(
+            f"no home folder was found ({error}); {expected} must be set", remedy="Export one of them."
+        ) from None
     return cache / "megatron_npu"
 
 
 @contextlib.contextmanager
 def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
-    """Open a private folder, created with mode 0700 if missing, to which only this user can write.
+    """Open a private folder to which only this user can write, created with mode 0700 if it is missing.
 
     Args:
         path: the folder.
         remedy: how to select another folder.
-        within: descriptor of the folder to which ``path`` is relative.
+        within: a descriptor of the folder to which ``path`` is relative.
 
     Raises:
         UsageError: another user owns the folder or can write to it, or it cannot be created or read.
@@ -80,9 +83,9 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
     """Return the error for a cache folder that the file system rejects."""
     return UsageError(
-        f"the cache {path} cannot be used ({error.strerror or error})",
-        "a directory that can be created and written to",
-        remedy,
+        f"the cache {path} cannot be used ({error.strerror or error}); it must be a directory that this "
+        "user can create and write to",
+        remedy=remedy,
     )
 
 
@@ -95,16 +98,17 @@ def _require_own(path: Path, descriptor: int, remedy: str) -> None:
     else:
         return
     raise UsageError(
-        f"{path} {wrong}", "a file that only this user can write: code is loaded from it", remedy
+        f"{path} {wrong}; code is loaded from it, so that only this user may be able to write to it",
+        remedy=remedy,
     )
 
 
 def opened_file(folder: int, path: Path, remedy: str) -> int | None:
-    """Return a descriptor of a regular file, to be closed by the caller; None: the file does not exist.
+    """Return a descriptor of a regular file, to be closed by the caller, or None if the file does not exist.
 
     Args:
-        folder: descriptor of the folder that contains it.
-        path: path of the file; only its last component is used for opening.
+        folder: a descriptor of the folder that contains the file.
+        path: the path of the file; only its last component is used for opening.
         remedy: how to select another folder.
 
     Raises:
@@ -118,7 +122,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
         raise unusable(path, error, remedy) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UsageError(f"{path} is not a regular file", "a library", remedy)
+            raise UsageError(f"{path} must be a library, but is not a regular file", remedy=remedy)
         _require_own(path, descriptor, remedy)
     except BaseException:
         os.close(descriptor)
@@ -137,17 +141,17 @@ def seal(folder: int, name: str) -> None:
 
 
 def is_whole(descriptor: int) -> bool:
-    """Return whether a library ends with the digest of its content."""
+    """Return True if a library ends with the digest of its content."""
     content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     before, end = content[:-_SEALED], content[-_SEALED:]
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
 
 
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load an open library; its descriptor stays open.
+    """Load an open library, whose descriptor stays open.
 
-    The loader treats libraries of the same name as identical, so each gets a unique name: a forked process
-    may close its parent's descriptors, whose numbers are then reused.
+    The loader treats libraries of the same name as identical, so each library gets a unique name: a forked
+    process may close its parent's descriptors, whose numbers are then reused.
 
     Raises:
         OSError: the library cannot be loaded; the descriptor is closed.
@@ -163,14 +167,14 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Set a file's or folder's modification time to now, for ``is_unused``; skip root's files."""
+    """Set the modification time of a file or folder to now, for ``is_unused``; skip root's files."""
     with contextlib.suppress(OSError):
         if time.time() - os.fstat(descriptor).st_mtime > _DAY:
             os.utime(descriptor)
 
 
 def is_unused(entry: os.DirEntry[str]) -> bool:
-    """Return whether a folder entry has not been loaded for a month."""
+    """Return True if a folder entry has not been loaded for a month."""
     with contextlib.suppress(OSError):
         return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
     return False
@@ -178,13 +182,13 @@ def is_unused(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float = -1) -> Iterator[None]:
-    """Let one process at a time into the block; without support for locks, all of them.
+    """Allow one process at a time into the block; without support for locks, allow all of them.
 
     Args:
         path: the lock file, which is kept.
         remedy: how to select another folder.
         waits: called if another process is in the block.
-        longest: maximum seconds to wait; -1: no limit.
+        longest: the maximum number of seconds to wait; -1 means no limit.
 
     Raises:
         UsageError: the wait took longer, or the file cannot be created.
@@ -216,6 +220,6 @@ def _wait(lock: BaseFileLock, longest: float, remedy: str) -> None:
     except Timeout:
         raise UsageError(
             f"another process has held {lock.lock_file} for {longest:.0f} s",
-            "a process that compiles and then ends",
-            f"End it (fuser {lock.lock_file} prints its number) and start again. {remedy}",
+            remedy=f"If it is not compiling any more, end it (fuser {lock.lock_file} prints its number) "
+            f"and start again. {remedy}",
         ) from None

@@ -15,7 +15,7 @@ def listed(variable: str, total: int | None = None) -> list[int] | None:
 
     Args:
         variable: one of the names above.
-        total: number of devices; None: as many as are listed.
+        total: the number of devices. If None, as many as are listed.
     """
     text = os.environ.get(variable, "").strip()
     if not text:
@@ -36,7 +36,7 @@ def name_for_ascend() -> bool:
     torch_npu is imported.
 
     Returns:
-        Whether CANN's variable was set.
+        True if CANN's variable was set.
     """
     chosen = os.environ.get(CUDA, "").strip()
     if not chosen or os.environ.get(ASCEND, "").strip():

@@ -1,1 +1,1 @@
-"""Readers for untrusted files that do not execute code from these files."""
+"""Readers for untrusted files, which do not execute code from these files."""

@@ -3,7 +3,7 @@
 A checkpoint stores arrays (the state of numpy's random generator) as calls of numpy's ``_reconstruct``,
 ``scalar`` and ``__setstate__``, which torch's reader executes if numpy's names are declared safe. They are
 not safe: ``numpy.dtype.__setstate__`` does not check flags, fields and sizes (numpy 2), so a changed byte can
-cause a segmentation fault. ``ENTRIES`` replace them in torch's reader.
+cause a segmentation fault. ``ENTRIES`` replace these functions in torch's reader.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CheckedArray(np.ndarray):
         super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        """Pickle the array as a plain one."""
+        """Pickle the array as a plain array."""
         return self.view(np.ndarray).__reduce__()
 
 

@@ -33,15 +33,15 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
             cause = error.__context__ if isinstance(error, SystemExit) else error
             reason = safe_load.refused_name(cause) if cause else "see upstream's message above"
             raise UsageError(
-                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason})",
-                "a checkpoint of this Megatron that contains only tensors and arguments",
-                "Check that its files are complete; never load a checkpoint from a source that you do not "
-                "trust.",
+                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason}); a "
+                "checkpoint must contain only tensors and arguments of this Megatron",
+                remedy="Check that its files are complete; never load a checkpoint from a source that "
+                "you do not trust.",
             ) from cause
 
 
 def harmless() -> list[Any]:
-    """Return the types that torch may build: arguments, numpy's random state, old loss scalers."""
+    """Return the types that torch may build: arguments, numpy's random state and old loss scalers."""
     from megatron.fp16_deprecated import loss_scaler
 
     multiarray = getattr(numpy, "_core", None) or numpy.core

@@ -20,7 +20,7 @@ class DataUnpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise the reader's error if this file did not create ``made``: its state must not be set then."""
+        """Raise the reader's error if this file did not create ``made``; its state must not be set then."""
         raise NotImplementedError
 
     def load_build(self) -> None:

@@ -1,7 +1,7 @@
 """Convert the index of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
 
-Megatron-LM had both from 2019 to 2023. They use one format and differ in how upstream reads it. The ``.bin``
-is that of ``mmap``: the tokens of all sequences. The ``.idx``, little-endian
+Megatron-LM supported both from 2019 to 2023. They use one format and differ in how upstream reads it. The
+``.bin`` file is that of ``mmap``: the tokens of all sequences. The ``.idx`` file is little-endian
 (``megatron/data/indexed_dataset.py`` of 285068c8):
 
 ====================  =====================================================================
@@ -52,9 +52,9 @@ def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int)
     """Yield the bytes of an index in this format.
 
     Args:
-        lengths: [S] tokens of each sequence.
-        sequences: [documents] number of sequences of each document.
-        code, itemsize: code and size of the token type.
+        lengths: [S], the number of tokens of each sequence.
+        sequences: [documents], the number of sequences of each document.
+        code, itemsize: the code and size of the token type.
     """
     count = len(lengths)
     yield HEADER.pack(MAGIC, VERSION, code, itemsize, count, count, len(sequences) + 1)
@@ -90,26 +90,29 @@ def _as_mapped(path: Path) -> bytes:
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
         raise UsageError(
-            f"{path} has {len(raw)} bytes (truncated?)",
-            f"at least the {HEADER.size} bytes of the header",
-            _REMEDY,
+            f"{path} has {len(raw)} bytes, but its header alone has {HEADER.size}, so that it seems "
+            "truncated",
+            remedy=_REMEDY,
         )
     _, version, code, itemsize, sequences, sizes, boundaries = HEADER.unpack_from(raw)
     if code not in CODES:
         raise UsageError(
-            f"{path}: unknown token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY
+            f"{path} has the unknown token type {code}; the type must be an integer type, one of "
+            f"{sorted(CODES)}",
+            remedy=_REMEDY,
         )
     if version != VERSION or sizes != sequences:
         raise UsageError(
-            f"{path} has version {version} and {sizes} sizes for {sequences} sequences",
-            f"version {VERSION} and one size per sequence",
-            _REMEDY,
+            f"{path} must have version {VERSION} and one size per sequence, but has version {version} and "
+            f"{sizes} sizes for {sequences} sequences",
+            remedy=_REMEDY,
         )
     expected = HEADER.size + 8 * (3 * sequences + 2 + boundaries)
     if len(raw) != expected:
-        state = ", so it seems truncated" if len(raw) < expected else ""
+        state = ", so that it seems truncated" if len(raw) < expected else ""
         raise UsageError(
-            f"{path} has {len(raw)} bytes{state}", f"{expected} bytes, for its {sequences} sequences", _REMEDY
+            f"{path} must have {expected} bytes for its {sequences} sequences, but has {len(raw)}{state}",
+            remedy=_REMEDY,
         )
     numbers = np.frombuffer(raw, "<i8", offset=HEADER.size)
     first, begins, lengths, documents = np.split(
@@ -133,14 +136,22 @@ def _check(
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
         raise UsageError(
-            f"{path}: its sequences are not one-dimensional", "one-dimensional sequences of tokens", _REMEDY
+            f"the sequences in {path} are not one-dimensional sequences of tokens", remedy=_REMEDY
         )
     if sequences and not 0 <= lengths.min() <= lengths.max() <= _LONGEST:
-        raise UsageError(f"{path}: invalid sequence lengths", f"0 to {_LONGEST} tokens", _REMEDY)
+        raise UsageError(
+            f"{path} contains invalid sequence lengths; each must be from 0 to {_LONGEST} tokens",
+            remedy=_REMEDY,
+        )
     if begins[0] != 0 or not np.array_equal(np.diff(begins), lengths):
-        raise UsageError(f"{path}: invalid sequence offsets", "the cumulative sums of the lengths", _REMEDY)
+        raise UsageError(
+            f"{path} contains invalid sequence offsets; they must be the cumulative sums of the lengths",
+            remedy=_REMEDY,
+        )
     ends = len(documents) and documents[0] == 0 and documents[-1] == sequences
     if not ends or np.any(np.diff(documents) < 0):
         raise UsageError(
-            f"{path}: invalid document boundaries", f"ascending numbers from 0 to {sequences}", _REMEDY
+            f"{path} contains invalid document boundaries; they must be ascending numbers from 0 to "
+            f"{sequences}",
+            remedy=_REMEDY,
         )

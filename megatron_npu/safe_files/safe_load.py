@@ -65,11 +65,11 @@ class Inert:
 def read(file: Path, harmless: frozenset[str]) -> Any:
     """Return the content that ``torch.save`` wrote to a file; nothing in it is executed.
 
-    Tensors are on the host, memory-mapped if the format allows it.
+    Tensors are on the host, and memory-mapped if the format allows it.
 
     Args:
-        harmless: accepted names of classes and functions. ``argparse.Namespace`` is built, the others become
-            ``Inert`` values.
+        harmless: the accepted names of classes and functions. ``argparse.Namespace`` is built, and the others
+            become ``Inert`` values.
 
     Raises:
         UsageError: the file is damaged, or names other classes or functions.
@@ -85,16 +85,15 @@ def _is_archive(file: Path) -> bool:
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
-    """Read bytes inside ``file`` like ``read``, including nested ``torch.save`` content."""
+    """Read bytes inside ``file`` in the same way as ``read``, including nested ``torch.save`` content."""
     return _read(io.BytesIO(content), file, harmless, mmap=False)
 
 
 def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mmap: bool) -> Any:
     if not hasattr(serialization, "get_unsafe_globals_in_checkpoint"):
         raise UsageError(
-            f"{file} cannot be loaded safely with torch {torch.__version__}",
-            "torch 2.6 or newer",
-            "Update torch.",
+            f"{file} cannot be loaded safely with torch {torch.__version__}; torch 2.6 or newer is required",
+            remedy="Update torch.",
         )
     inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
     try:
@@ -105,7 +104,7 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return which name torch refused to build, or a one-line reason why torch could not read the file."""
+    """Return the name that torch refused to build, or a one-line reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"it names {named[1]}" if named else text
@@ -149,7 +148,7 @@ def weights_only() -> Iterator[None]:
 
 
 def _is_numpys(entry: Any) -> bool:
-    """Return whether an entry in torch's list of safe globals is for a name of numpy."""
+    """Return True if an entry in torch's list of safe globals is for a name of numpy."""
     name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}."
     return name.partition(".")[0] == "numpy"
 
@@ -157,20 +156,21 @@ def _is_numpys(entry: Any) -> bool:
 def refusal(file: Path, reason: str) -> UsageError:
     """Return the error for a rejected file."""
     return UsageError(
-        f"{file}: {reason}", "only types that Megatron-LM saves", "Do not load it if you do not trust it."
+        f"{file} cannot be loaded safely: {reason}; only types that Megatron-LM saves are accepted",
+        remedy="Do not load it if you do not trust it.",
     )
 
 
 @contextlib.contextmanager
 def allowing(*entries: Any, alone: bool = False) -> Iterator[None]:
-    """Let torch build these types inside the block, and restore its previous list afterwards.
+    """Allow torch to build these types inside the block, and restore its previous list afterwards.
 
     ``torch.serialization.safe_globals`` (2.13) removes its entries afterwards, even if they were allowed
     before; megatron-core allows its classes for the whole process when it is imported.
 
     Args:
         entries: classes and functions, or pairs with their names in the file.
-        alone: allow nothing else.
+        alone: whether to allow nothing else.
     """
     before = serialization.get_safe_globals()
     if alone:

@@ -1,6 +1,6 @@
-"""numpy for upstream modules with index files: no pickle, atomic writes.
+"""Replacement for numpy in upstream modules that use index files: no pickle, atomic writes.
 
-It replaces numpy in those modules' globals; all other names are numpy's own.
+It replaces numpy in the globals of those modules; all other names are numpy's own.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _MAGIC = b"\x93NUMPY"
 
 
 class DamagedIndexError(UsageError, ValueError):
-    """An index file has content that upstream does not write.
+    """Raised when an index file has content that upstream does not write.
 
     Args:
-        file: its path.
+        file: the path of the file.
         reason: the problem.
     """
 
     def __init__(self, file: str | Path, reason: str) -> None:
         self.file = Path(file)
         super().__init__(
-            f"{file}: {reason}", "an index that Megatron wrote", "Remove it; it will be built again."
+            f"{file} is not an index that Megatron wrote: {reason}",
+            remedy="Remove it; it will be built again.",
         )
 
 
@@ -38,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load like ``numpy.load``, but without unpickling.
+    """Load an array like ``numpy.load``, but without unpickling.
 
     Raises:
         DamagedIndexError: the file is truncated, or not a numpy file.
@@ -51,9 +52,9 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:  # numpy parses the file's header as Python
         if named := _pickled(Path(file)):
             raise UsageError(
-                f"{file} contains a pickle that names {', '.join(sorted(named))}",
-                "an index that contains only numbers, as Megatron writes it",
-                "Remove it: Megatron did not write this file.",
+                f"{file} contains a pickle that names {', '.join(sorted(named))}, but an index that "
+                "Megatron writes contains only numbers",
+                remedy="Remove it: Megatron did not write this file.",
             ) from error
         raise DamagedIndexError(file, str(error).partition("\n")[0]) from error
 
@@ -74,7 +75,7 @@ def _pickled(file: Path) -> set[str]:
 
 
 def save(file: str, array: Any, **_: Any) -> None:
-    """Save like ``numpy.save``, but to a temporary file that is renamed when the array is complete.
+    """Save an array like ``numpy.save``, but to a temporary file that is renamed when the array is complete.
 
     Raises:
         ValueError: the array contains Python objects.

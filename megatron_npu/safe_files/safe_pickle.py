@@ -1,6 +1,7 @@
-"""pickle for upstream modules with pickled arrays; it builds only numbers, strings, dicts and arrays.
+"""Replacement for pickle in upstream modules with pickled arrays, which builds only plain data.
 
-It replaces pickle in those modules' globals; all other names are pickle's own.
+The data are numbers, strings, dicts and arrays. It replaces pickle in the globals of those modules; all other
+names are pickle's own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(stream: IO[bytes]) -> Any:
-    """Load like ``pickle.load``, but build only data.
+    """Load an object like ``pickle.load``, but build only data.
 
     Raises:
         UsageError: the file is damaged, or names other classes or functions.
@@ -57,7 +58,8 @@ def load(stream: IO[bytes]) -> Any:
     except Exception as error:  # a broken pickle raises whatever it stumbles over
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(
-            f"{getattr(stream, 'name', 'a pickle')}: {reason[:1000]}",
-            "only numbers, strings and numpy arrays",
-            "The file was not loaded, because other types can execute code and Megatron does not write them.",
+            f"{getattr(stream, 'name', 'a pickle')} cannot be loaded safely: {reason[:1000]}; only "
+            "numbers, strings and numpy arrays are accepted",
+            remedy="The file was not loaded, because other types can execute code and Megatron does not "
+            "write them.",
         ) from error

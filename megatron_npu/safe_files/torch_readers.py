@@ -1,9 +1,9 @@
 """Restrict the types that torch's distributed checkpoint reader may unpickle.
 
 ``torch.distributed.checkpoint`` unpickles two things without restrictions: ``.metadata``, and non-tensors
-inside a ``.distcp`` (such as random generator states). While the guard is on, torch's two modules see a
-``pickle`` and a ``torch.load`` that build only listed types. All readers of such checkpoints use them: the
-built-in trainer, megatron-core's stock scripts and their tools.
+inside a ``.distcp`` file (such as random generator states). While the guard is on, torch's two modules use a
+``pickle`` and a ``torch.load`` that build only listed types. All readers of such checkpoints use these
+modules: the built-in trainer, megatron-core's stock scripts and their tools.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def refusal(what: str, reason: str) -> UsageError:
         reason: the reason, such as ``it names os.system``.
     """
     error = UsageError(
-        f"{what}: {reason[:_MANY]}",
-        "only types that torch and Megatron write",
-        "Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it execute code.",
+        f"{what} cannot be loaded safely: {reason[:_MANY]}; only types that torch and Megatron write are "
+        "accepted",
+        remedy="Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it execute code.",
     )
     _refusals[:] = [error]
     return error
 
 
 def last_refusal() -> UsageError | None:
-    """Return the error stored since the last call, because torch passes on only its message."""
+    """Return the error stored since the last call, because torch passes on only the error's message."""
     return _refusals.pop() if _refusals else None
 
 
@@ -111,7 +111,7 @@ def _load_metadata(stream: IO[bytes]) -> Any:
 
 
 def require_no_code(folder: Path) -> None:
-    """Check the index of a distributed checkpoint, whether or not it can be used.
+    """Check the index of a distributed checkpoint, regardless of whether it can be used.
 
     Raises:
         UsageError: the index names a type that must not be built.
@@ -125,7 +125,7 @@ def stored_value(folder: Path, key: str) -> bytes:
 
     Args:
         folder: the checkpoint's directory.
-        key: name of the value, such as ``common_state/shard_0_1``.
+        key: the name of the value, such as ``common_state/shard_0_1``.
 
     Raises:
         UsageError: the index cannot be read or lacks the value, or no file contains it.
@@ -135,9 +135,9 @@ def stored_value(folder: Path, key: str) -> bytes:
             index = _load_metadata(stream)
         place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
         if place is None:
-            raise ValueError("its index does not contain the position of a tensor")
+            raise ValueError("the index does not contain the position of a tensor")
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{place.relative_path} is not a file name")
+            raise ValueError(f"{place.relative_path} is not a valid file name")
         file = folder / place.relative_path
         with file.open("rb") as stream:
             stream.seek(place.offset)
@@ -148,7 +148,7 @@ def stored_value(folder: Path, key: str) -> bytes:
 
 @functools.cache
 def allow_values() -> None:
-    """Let torch build values that Megatron scripts store beside tensors, like megatron-core 0.14 and later.
+    """Allow torch to build values that Megatron scripts store beside tensors, as megatron-core 0.14 does.
 
     Types that only a newer Megatron has, such as an enumeration of 0.18, become inert values, because weights
     do not need them.
@@ -194,8 +194,8 @@ def guard(of_megatron: bool = True) -> None:
     """Restrict torch's reader to the listed types.
 
     Args:
-        of_megatron: also allow the types that Megatron scripts store beside tensors, for which Megatron is
-            imported.
+        of_megatron: whether to also allow the types that Megatron scripts store beside tensors, for which
+            Megatron is imported.
     """
     from torch.distributed.checkpoint import default_planner, filesystem
 
@@ -227,7 +227,7 @@ def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
 
 
 def guarding() -> bool:
-    """Return whether the guard is on."""
+    """Return True if the guard is on."""
     return bool(_replaced)
 
 

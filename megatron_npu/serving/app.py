@@ -137,7 +137,7 @@ class _Site:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page of another site could send without being asked for leave
-            raise BadRequestError("the Content-Type is not application/json", status=415)
+            raise BadRequestError("the Content-Type must be application/json", status=415)
         reading = asyncio.ensure_future(self._read(request))
         until = time.monotonic() + _PATIENCE
         try:
@@ -145,7 +145,7 @@ class _Site:
                 self.engine.require_going()
                 if time.monotonic() > until:
                     raise BadRequestError(
-                        f"the request body took more than {_PATIENCE:g} s to arrive", status=408
+                        f"the request body did not arrive within {_PATIENCE:g} s", status=408
                     )
             return reading.result()
         except ClientDisconnect as error:
@@ -167,7 +167,9 @@ class _Site:
 
     def _require_name(self, name: str | None) -> None:
         if name not in (None, self.name):
-            raise BadRequestError(f"there is no model {name[:60]!r}; expected {self.name!r}", "model", 404)
+            raise BadRequestError(
+                f"the model {name[:60]!r} does not exist; the only model is {self.name!r}", "model", 404
+            )
 
     def _require_limits(self, asked: CompletionRequest, prompts: int) -> None:
         """Reject requests that exceed the limits of the server.
@@ -179,7 +181,8 @@ class _Site:
         texts = prompts * asked.n
         if texts > self.max_texts:
             raise BadRequestError(
-                f"the request asks for {texts} completions; expected at most {self.max_texts} per request",
+                f"the request asks for {texts} completions, but at most {self.max_texts} are allowed per "
+                "request",
                 "n",
             )
 

@@ -75,33 +75,34 @@ def parse(body: bytes) -> ChatRequest:
 
 def _logprobs(wanted: bool | None, top: int | None) -> int | None:
     if top is not None and not wanted:
-        raise BadRequestError("top_logprobs without logprobs; expected logprobs true", "top_logprobs")
+        raise BadRequestError("top_logprobs requires logprobs to be true", "top_logprobs")
     return (top or 0) if wanted else None
 
 
 def _messages(values: list[Any] | None) -> list[Message]:
     if not values:
         raise BadRequestError(
-            "messages is empty; expected one or more messages, each with role and content", "messages"
+            "messages must contain one or more messages, each with role and content, but it is empty",
+            "messages",
         )
     return [_message(number, value) for number, value in enumerate(values)]
 
 
 def _message(number: int, value: Any) -> Message:
     if not isinstance(value, dict):
-        raise BadRequestError(f"messages[{number}] is {shown(value)}; expected an object", "messages")
+        raise BadRequestError(f"messages[{number}] must be an object, but got {shown(value)}", "messages")
     rest = {name: field for name, field in value.items() if field is not None}
     role, content = rest.pop("role", None), rest.pop("content", None)
     if isinstance(content, list):
         content = _text_of_parts(content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadRequestError(
-            f"messages[{number}] is invalid; expected role and content, both strings", "messages"
+            f"messages[{number}] must have role and content, both of which must be strings", "messages"
         )
     name = rest.pop("name", None)
     if rest or not isinstance(name, str | None):
         field = shown(next(iter(rest), "name"))
-        raise BadRequestError(f"messages[{number}]: {field} is not supported here; leave it out", "messages")
+        raise BadRequestError(f"messages[{number}]: {field} is not supported; leave it out", "messages")
     return {"role": role, "content": content} | ({} if name is None else {"name": name})
 
 

@@ -38,9 +38,12 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any other than the loopback address opens the server to the network",
+        help=(
+            "address to listen on; any address other than the loopback address opens the server to the "
+            "network"
+        ),
     )
-    add("--port", type=_port, default=8000, help="port to listen on; 0: any free port")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 selects any free port")
     add(
         "--model-name",
         metavar="NAME",

@@ -94,7 +94,8 @@ def parse(body: bytes) -> CompletionRequest:
     fields.require_rest_without_meaning(_WITHOUT_MEANING)
     if request.max_tokens == 0 and not request.scored:
         raise BadRequestError(
-            f"max_tokens is 0; expected 1 to {MOST_TOKENS}, or 0 with echo and logprobs", "max_tokens"
+            f"max_tokens must be from 1 to {MOST_TOKENS}, or 0 with echo and logprobs, but got 0",
+            "max_tokens",
         )
     return request
 
@@ -120,7 +121,7 @@ def common(fields: Fields) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name} is not a valid JSON number")
 
 
 class Fields:
@@ -136,9 +137,9 @@ class Fields:
         try:
             values = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:  # of decoding, too
-            raise BadRequestError(f"the request body is not UTF-8 JSON: {error}") from error
+            raise BadRequestError(f"the request body must be JSON in UTF-8: {error}") from error
         if not isinstance(values, dict):
-            raise BadRequestError("the request body is not a JSON object")
+            raise BadRequestError("the request body must be a JSON object")
         return cls(values)
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ class Fields:
         if value is None or type(value) in kinds:
             return value
         words = " or ".join(_WORDS[one] for one in kinds)
-        raise BadRequestError(f"{name} is {shown(value)}; expected {words}", name)
+        raise BadRequestError(f"{name} must be {words}, but got {shown(value)}", name)
 
     def number(self, name: str, kind: type, default: Any, least: float, most: float) -> Any:
         """Return a number within inclusive bounds."""
@@ -159,7 +160,7 @@ class Fields:
         if value is None:
             return default
         if not least <= value <= most:
-            raise BadRequestError(f"{name} is {shown(value)}; expected {least} to {most}", name)
+            raise BadRequestError(f"{name} must be from {least} to {most}, but got {shown(value)}", name)
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
@@ -173,7 +174,7 @@ class Fields:
             if name not in without_meaning:
                 raise BadRequestError(f"unknown field {shown(name)}", name)
             if value not in without_meaning[name]:
-                raise BadRequestError(f"{name} is not supported here; leave it out", name)
+                raise BadRequestError(f"{name} is not supported; leave it out", name)
 
 
 _WORDS = {str: "a string", list: "a list", dict: "an object", bool: "true or false", int: "an integer"}
@@ -193,11 +194,12 @@ def _prompts(value: Any) -> list[Prompt]:
     if _is_ids(value):
         return [value]
     if not value:
-        raise BadRequestError("prompt is an empty list; expected a string", "prompt")
+        raise BadRequestError("prompt must be a string, but got an empty list", "prompt")
     for prompt in value:
         if not isinstance(prompt, str) and not _is_ids(prompt):
             raise BadRequestError(
-                "prompt is a list of values of other types; expected strings or token ids", "prompt"
+                "prompt must be a list of strings or of token ids, but it contains values of other types",
+                "prompt",
             )
     return [_text(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
@@ -209,7 +211,8 @@ def _is_ids(value: Any) -> bool:
 def _text(value: str | None) -> str | None:
     if value == "":
         raise BadRequestError(
-            "prompt is empty; pass some text, or leave prompt out for an unconditional sample", "prompt"
+            "prompt must not be empty; pass some text, or leave prompt out for an unconditional sample",
+            "prompt",
         )
     return value
 
@@ -223,8 +226,7 @@ def _stops(value: Any) -> tuple[str, ...]:
     found = [] if value is None else [value] if isinstance(value, str) else value
     if len(found) > MAX_STOPS or not all(map(_is_stop, found)):
         raise BadRequestError(
-            f"stop is invalid; expected at most {MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters",
-            "stop",
+            f"stop must be at most {MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters", "stop"
         )
     return tuple(found)
 
@@ -235,4 +237,4 @@ def _is_stop(value: Any) -> bool:
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
     """Convert an error of a command into one for a client, without advice about flags."""
-    return BadRequestError(f"{error.given}; expected {error.expected}", param)
+    return BadRequestError(error.problem, param)

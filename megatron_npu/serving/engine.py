@@ -161,7 +161,7 @@ class Engine:
             if dist.get_world_size() > 1:
                 raise  # the ranks are no longer at the same place
             traceback.print_exc(file=sys.stderr)
-            end = BadRequestError("the model failed; see the server's log", status=500)
+            end = BadRequestError("the model failed; see the server's log for the cause", status=500)
         finally:
             self._open.discard(id(job))
             self.jobs += 1
@@ -227,8 +227,8 @@ def new_job(
             raise in_words(error, "prompt") from error
         if options is not None and len(prompt) + options.num_tokens > positions:
             raise BadRequestError(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {options.num_tokens}; expected a "
-                f"total of at most the model's {positions} positions",
+                f"the prompt has {len(prompt)} tokens and max_tokens is {options.num_tokens}, which "
+                f"together exceed the model's {positions} positions; reduce max_tokens or shorten the prompt",
                 "max_tokens",
             )
     return Job(prompts, options, stops, scored)

@@ -21,7 +21,7 @@ class Stops:
         self.found = False
 
     def passed(self, piece: str) -> str:
-        """Add ``piece`` and return the text that can be passed on, as it is not part of a stop string."""
+        """Add ``piece`` and return the text that can be passed on because it is not part of a stop string."""
         if self.found:
             return ""
         text = self._held + piece

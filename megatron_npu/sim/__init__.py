@@ -1,4 +1,4 @@
-"""Simulated Ascend NPUs: the real torch_npu wheel on a simulated CANN whose device memory is host memory."""
+"""Simulated Ascend NPUs: the real torch_npu wheel on a simulated CANN with host memory as device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def counting() -> AbstractContextManager[Counts]:
     """Count launches, memory and communication in the body of a ``with``; see ``counters.Counts``.
 
-    Works only in a process under ``megatron-npu sim``.
+    This works only in a process under ``megatron-npu sim``.
     """
     from megatron_npu.sim import counters
 

@@ -1,4 +1,4 @@
-"""Give this interpreter simulated NPUs: armed by boot/sitecustomize.py, active from ``import torch`` on."""
+"""Set up simulated NPUs in this interpreter; boot/sitecustomize.py arms it, and importing torch starts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unarmed() -> Iterator[None]:
     """Import submodules without executing ``megatron_npu/__init__.py``, which arms the plug-in.
 
     A simulated machine is a machine with NPUs, on which the plug-in is not necessarily active: the program
-    that runs on it decides that.
+    that runs on it determines that.
     """
     if "megatron_npu" in sys.modules:
         yield
@@ -41,7 +41,8 @@ def arm(site: str) -> None:
     Programs that never import torch, such as shells and tools, have no overhead.
 
     Args:
-        site: directory with torch_npu; it is put last on ``sys.path`` so that it hides nothing.
+        site: the directory that contains torch_npu; it is appended to ``sys.path``, so that it hides no other
+            package.
     """
     if site not in sys.path:
         sys.path.append(site)
@@ -60,7 +61,7 @@ def forget_stand_in() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder that uses the other finders and runs a context around a package's execution."""
+    """A finder that uses the other finders and runs a context manager around a package's execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -75,7 +76,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A package's own loader, with a context around the package's execution."""
+    """A package's own loader, with a context manager around the package's execution."""
 
     def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
         self._loader, self._context = loader, context
@@ -128,10 +129,10 @@ _CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def load_runtime() -> None:
-    """Load the simulated CANN into this process, under CANN's names, and pass it the settings.
+    """Load the simulated CANN into this process, under CANN's names, and pass the settings to it.
 
     The dynamic loader resolves torch_npu's dependencies by name to libraries that are already loaded, so no
-    LD_LIBRARY_PATH is needed, which a running process could not change for itself anyway.
+    LD_LIBRARY_PATH is required, which a running process could not change for itself anyway.
     """
     from megatron_npu.sim import build, cache
     from megatron_npu.sim.settings import simulator_values

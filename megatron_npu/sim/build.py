@@ -1,12 +1,12 @@
-"""Compile the simulated CANN against the installed torch and torch_npu, once per combination of versions.
+"""Compile the simulated CANN for the installed torch and torch_npu, once per combination of versions.
 
-There are two libraries, cached separately because the second takes most of the time:
+There are two libraries, which are cached separately because the second takes most of the time:
 
-* the runtime (``runtime-<key>/``): what torch_npu finds instead of CANN, plus one empty library per CANN
-  name that only refers to it; it needs no torch headers;
+* the runtime (``runtime-<key>/``): what torch_npu uses in place of CANN, plus one empty library per CANN
+  name that only refers to it; it requires no torch headers;
 * the computation (``compute-<key>/``): the kernel that runs aten operations on host memory.
 
-Nothing here imports torch, because it runs before ``import torch``.
+Nothing in this module imports torch, because it runs before ``import torch``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 50000
 
 @functools.cache  # a process keeps what it has loaded, also when the sources change in the meantime
 def runtime() -> Path:
-    """Return the directory of the compiled runtime, building it first if sources, torch or compiler changed.
+    """Return the directory of the compiled runtime.
+
+    It is built first if the sources, torch or the compiler have changed.
 
     Raises:
         UsageError: there is no C++ compiler, or the compiler does not accept the sources.
@@ -69,7 +71,7 @@ def runtime() -> Path:
 
 @functools.cache
 def compute() -> Path:
-    """Return the compiled computation library, building it if needed; see ``runtime``."""
+    """Return the compiled computation library, which is built if necessary; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
@@ -87,12 +89,12 @@ def compute_library() -> ctypes.CDLL:
 
 
 def cann_names(directory: Path) -> list[Path]:
-    """Return the libraries in a runtime directory that have CANN's names."""
+    """Return the libraries of a runtime directory that have CANN's names."""
     return sorted(path for path in directory.glob("*.so") if path.name != RUNTIME_LIBRARY)
 
 
 def present(library: str) -> bool:
-    """Return whether the dynamic loader finds a library of this name."""
+    """Return True if the dynamic loader finds a library of this name."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -106,9 +108,8 @@ def _compiler() -> str:
         if path:
             return path
     raise UsageError(
-        "no C++ compiler on PATH",
-        "g++ or clang++ that supports C++17 (C++20 from torch 2.10)",
-        "Install one (Debian, Ubuntu: apt install g++).",
+        "there is no C++ compiler on PATH; g++ or clang++ with support for C++17 is required (C++20 from "
+        "torch 2.10). Install one (Debian, Ubuntu: apt install g++)."
     )
 
 
@@ -116,15 +117,14 @@ def _torch_npu() -> Path:
     directory = site.package_directory("torch_npu")
     if directory is None:
         raise UsageError(
-            "torch_npu is not on the Python path",
-            "a process started by the simulator",
-            "Start it with megatron-npu sim.",
+            "torch_npu is not on the Python path, but this must run in a process that the simulator "
+            "started. Start it with megatron-npu sim."
         )
     return directory
 
 
 def _key(sources: Iterable[str]) -> str:
-    """Return a digest of everything that affects the result: sources, this file, packages, compiler."""
+    """Return a digest of everything that affects the result: sources, this file, packages and compiler."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in sources:
         digest.update((SOURCES / name).read_bytes())
@@ -142,9 +142,9 @@ def _compile(*arguments: str | Path) -> None:
     if result.returncode:
         errors = [line for line in result.stdout.splitlines() if "error" in line] or [result.stdout[-200:]]
         raise UsageError(
-            f"{command[0]} does not compile the simulator: {errors[0].strip()}",
-            "g++ 9 or newer (11 or newer from torch 2.10)",
-            "Install a newer compiler; the whole command was: " + " ".join(command),
+            f"{command[0]} cannot compile the simulator: {errors[0].strip()}. g++ 9 or newer is required "
+            "(11 or newer from torch 2.10). Install a newer compiler; the whole command was: "
+            + " ".join(command)
         )
 
 
@@ -168,7 +168,7 @@ def _build_runtime(directory: Path) -> None:
 
 
 def _runtime_objects(directory: Path) -> list[Path]:
-    """Compile the runtime's sources in parallel; return the object files."""
+    """Compile the runtime's sources in parallel, and return the object files."""
 
     def compiled(name: str) -> Path:
         result = directory / f"{Path(name).stem}.o"
@@ -211,9 +211,9 @@ json.dump([[name for name in libraries if absent(name)], symbols], sys.stdout)
 
 
 def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]:
-    """Return the libraries and symbols that this machine lacks, as seen by a fresh process.
+    """Return the libraries and symbols that are missing on this machine, as determined by a fresh process.
 
-    This process does not work: if it has loaded another build of the simulator, it finds everything.
+    This process cannot determine them: if it has loaded another build of the simulator, it finds everything.
     """
     result = subprocess.run(
         [sys.executable, "-I", "-c", _PROBE],
@@ -227,7 +227,7 @@ def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    """Return C++ for functions that record their calls, and fail where reporting success would be wrong."""
+    """Return C++ code for functions that record their calls, and fail where success must not be reported."""
     lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
         code = next((code for prefix, code in _FAILING.items() if name.startswith(prefix)), 0)
@@ -263,7 +263,7 @@ def _build_compute(directory: Path) -> None:
 
 
 def prepare() -> None:
-    """Build both libraries if they do not exist; ``site.prepare()`` must be on ``sys.path`` already."""
+    """Build both libraries if they do not exist. ``site.prepare()`` must already be on ``sys.path``."""
     os.environ.setdefault("LC_ALL", "C")  # compilers' messages are searched for "error"
     runtime()
     compute()

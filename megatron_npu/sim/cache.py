@@ -1,4 +1,4 @@
-"""The simulator's cache: its location, preparation by one of several processes, and safe loading."""
+"""The simulator's cache: its location, its preparation by one of several processes, and safe loading."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _LIBRARIES = ".libraries"  # the file that lists those of a folder
 
 
 def root() -> Path:
-    """Return the simulator's cache directory: the setting, or else the user's cache; it need not exist."""
+    """Return the simulator's cache directory, which need not exist.
+
+    It is the directory in the setting, or otherwise in the user's cache.
+    """
     chosen = settings.SIM_CACHE.get()
     return Path(chosen).expanduser().absolute() if chosen else user_cache.root() / "sim"
 
 
 def say(text: str) -> None:
-    """Show progress on stderr: preparation takes seconds to minutes, and stdout belongs to the command."""
+    """Print progress to stderr: preparation takes seconds to minutes, and stdout belongs to the command."""
     print(f"megatron-npu sim: {text}", file=sys.stderr, flush=True)
 
 
@@ -42,11 +45,11 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
     """Return the cached directory ``name``; if it does not exist, ``prepare(directory)`` fills it.
 
     It is filled under a temporary name and renamed, so a directory with its final name is complete. A file
-    lock lets the first of several processes (torchrun's ranks, xdist's workers) prepare it while the others
-    wait.
+    lock ensures that the first of several processes (torchrun's ranks, xdist's workers) prepares it while the
+    others wait.
 
     Raises:
-        UsageError: the cache cannot be written to, or another user may have written to it.
+        UsageError: the cache is not writable, or another user may have written to it.
     """
     final = root() / name
     with _opened() as cache:
@@ -61,7 +64,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return a cached directory of libraries for ``load``; it is prepared again if a library is damaged.
+    """Return a cached directory of libraries for ``load``, which is prepared again if a library is damaged.
 
     Raises:
         UsageError: see ``prepared``.
@@ -89,8 +92,8 @@ def load(path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     """Load a library from a prepared directory, through the same open file that was checked.
 
     Raises:
-        UsageError: another user may have written it.
-        OSError: the loader rejects it.
+        UsageError: another user may have written the library.
+        OSError: the loader rejects the library.
     """
     with _opened() as cache, _opened_part(cache, path.parent) as folder:
         descriptor = user_cache.opened_file(folder, path, _REMEDY)
@@ -106,7 +109,7 @@ def _opened_part(cache: int, directory: Path) -> Iterator[int]:
 
 
 def _is_there(cache: int, name: str) -> bool:
-    """Return whether a directory exists, after checking that only this user can have filled it."""
+    """Return True if a directory exists, after checking that only this user can have filled it."""
     try:
         os.stat(name, dir_fd=cache)
     except FileNotFoundError:
@@ -135,7 +138,7 @@ def _seal(directory: Path) -> None:
 
 
 def _are_whole(folder: int, directory: Path) -> bool:
-    """Return whether all libraries of a directory exist and are undamaged."""
+    """Return True if all libraries of a directory exist and are undamaged."""
     listed = user_cache.opened_file(folder, directory / _LIBRARIES, f"Remove {directory}.")
     if listed is None:
         return False

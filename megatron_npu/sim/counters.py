@@ -1,4 +1,7 @@
-"""The cost of a computation: kernel launches, memory, communication; as a context manager and as a report."""
+"""Count the cost of a computation: kernel launches, memory and communication.
+
+The counts are available from a context manager and as a report.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _TRANSFERS = ("transfer", "aten::_local_scalar_dense")
 
 @dataclass
 class Work:
-    """Number of calls, and the number of bytes involved."""
+    """The number of calls, and the number of bytes involved."""
 
     calls: int = 0
     bytes: int = 0
@@ -31,11 +34,11 @@ class Group:
     """The communicator of a process group.
 
     Attributes:
-        ranks: number of ranks.
-        buffer: bytes of device memory that HCCL holds for it (two of its buffers); 0 once it is destroyed.
+        ranks: the number of ranks.
+        buffer: the bytes of device memory that HCCL uses for it (two of its buffers); 0 once it is destroyed.
         calls: collectives, sends, receives and batches of them.
-        bytes: bytes that this rank passed to them.
-        largest: the most bytes that one call read or wrote since the process began.
+        bytes: the bytes that this rank passed to them.
+        largest: the most bytes that one call has read or written since the process started.
         within: messages that this rank sent to ranks on its machine, and their bytes.
         between: messages that this rank sent to other machines, and their bytes.
     """
@@ -53,22 +56,24 @@ class Group:
 class Counts:
     """Counts for this process, over all its simulated devices.
 
-    A launch is one call of an operation at the dispatcher's lowest level: what hardware does with one aclnn
-    kernel, sometimes with a few. Only ratios of launches are meaningful.
+    A launch is one call of an operation at the dispatcher's lowest level, which hardware executes as one
+    aclnn kernel, sometimes as a few. Only ratios of launches are meaningful.
 
     Attributes:
-        launches: operation, such as ``aten::mm`` -> calls and bytes of newly allocated results.
+        launches: maps an operation, such as ``aten::mm``, to its calls and the bytes of newly allocated
+            results.
         transfers: copies between host and device.
         swapped: reads and writes of tensors in host memory by operations
-            (``torch_npu.empty_with_swapped_memory``): one call for each such tensor.
-        registered: bytes of host memory that the devices use at the end; torch's allocator does not count
+            (``torch_npu.empty_with_swapped_memory``), counted as one call for each such tensor.
+        registered: the bytes of host memory that the devices use at the end; torch's allocator does not count
             them.
-        communication: collective, such as ``AllReduce`` -> calls and bytes that this rank sent.
-        groups: process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP`` -> the cost of its
-            communicator, if it has one; ``pair`` are those that torch_npu creates for two ranks, for sends
-            and receives outside a batch.
-        allocated: bytes handed out by torch's allocator, including freed ones.
-        peak: largest number of bytes in use at once, above those in use at the start.
+        communication: maps a collective, such as ``AllReduce``, to its calls and the bytes that this rank
+            sent.
+        groups: maps a process group, by its description such as ``TENSOR_MODEL_PARALLEL_GROUP``, to the cost
+            of its communicator, if it has one; ``pair`` stands for those that torch_npu creates for two
+            ranks, for sends and receives outside a batch.
+        allocated: the bytes that torch's allocator handed out, including freed ones.
+        peak: the largest number of bytes in use at once, minus those in use at the start.
         without_body: CANN functions that were called but that the simulator does not implement.
     """
 
@@ -95,22 +100,22 @@ class Counts:
 
     @property
     def between(self) -> Work:
-        """Messages to other machines, and their bytes, over all communicators."""
+        """Messages to other machines and their bytes, over all communicators."""
         works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def buffers(self) -> int:
-        """Bytes of device memory that HCCL holds for all communicators, which torch does not count."""
+        """Bytes of device memory that HCCL uses for all communicators, which torch does not count."""
         return sum(group.buffer for group in self.groups.values())
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what the body of the ``with`` does; the counts are complete when it ends.
+    """Count what the body of the ``with`` does; the counts are complete when the body ends.
 
     The peak is measured with torch's own statistics, which are reset at the start: if ``counting()`` is
-    nested, the outer one sees only the peak since the inner one began.
+    nested, the outer one measures only the peak since the inner one started.
     """
     import torch  # not above: importing torch installs the simulator, which imports this module
 
@@ -151,7 +156,7 @@ def write_report_at_exit() -> None:
 
 
 def _write_report(path: Path) -> None:
-    """Write the counters since the start, unless this process (such as torchrun's own) used no NPU."""
+    """Write the counters since the start, unless this process (such as torchrun's own) has used no NPU."""
     counts = _read()
     if not counts.launches and not counts.communication:
         return
@@ -165,7 +170,7 @@ def _write_report(path: Path) -> None:
 
 
 def _read() -> Counts:
-    """Return the counters since the process began; memory statistics are left at zero."""
+    """Return the counters since the start of the process; memory statistics are zero."""
     runtime = build.runtime_library()
     compute = build.compute_library()
     launches = _works(compute.sim_launches)
@@ -245,7 +250,7 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 
 
 def _statistic(name: str) -> int:
-    """Return one of torch's memory statistics, summed over the devices; 0 if no device was used yet."""
+    """Return one of torch's memory statistics, summed over the devices; 0 if no device has been used yet."""
     import torch
 
     if not torch.npu.is_initialized():

@@ -1,4 +1,7 @@
-"""Read which symbols a shared library needs and defines, with ``readelf`` (binutils come with every g++)."""
+"""Read the symbols that a shared library requires and defines with ``readelf`` (part of binutils).
+
+binutils are installed with every g++.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ class SharedLibrary:
     """The dynamic symbol table of one file.
 
     Attributes:
-        needed: names of the libraries it is linked against, DT_NEEDED.
-        defined: symbols it defines.
-        undefined: symbols it imports, if strong and without a version (so glibc's are not listed).
+        needed: the names of the libraries it is linked against (DT_NEEDED).
+        defined: the symbols it defines.
+        undefined: the symbols it imports, if they are strong and have no version (so glibc's are not listed).
     """
 
     needed: set[str] = field(default_factory=set)
@@ -34,19 +37,18 @@ class SharedLibrary:
 
 
 def read(path: Path) -> SharedLibrary:
-    """Return the symbols of a shared library; an empty record if it has no dynamic symbol table.
+    """Return the symbols of a shared library; the record is empty if it has no dynamic symbol table.
 
     Raises:
-        UsageError: there is no ``readelf`` (clang++ with LLVM's own linker works without binutils).
+        UsageError: ``readelf`` is not installed (clang++ with LLVM's own linker works without binutils).
     """
     command = ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)]
     try:
         listing = subprocess.check_output(command, env={**os.environ, "LC_ALL": "C"}, text=True)
     except FileNotFoundError:
         raise UsageError(
-            "there is no readelf on PATH",
-            "readelf, which belongs to binutils",
-            "Install binutils (Debian, Ubuntu: apt install binutils).",
+            "there is no readelf on PATH; it belongs to binutils. Install binutils (Debian, Ubuntu: apt "
+            "install binutils)."
         ) from None
     library = SharedLibrary(needed=set(_NEEDED.findall(listing)))
     for symbol in filter(None, map(_SYMBOL.match, listing.splitlines())):

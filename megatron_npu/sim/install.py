@@ -1,4 +1,4 @@
-"""Give every operation on device ``npu`` a computation, after torch_npu is imported."""
+"""Provide a computation for every operation on device ``npu``, after torch_npu is imported."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _HOST_KEYS = (
 
 @dataclass
 class Coverage:
-    """How each operation that torch_npu registers is handled, by full name such as ``aten::add.out``.
+    """How each operation that torch_npu registers is handled, keyed by full name such as ``aten::add.out``.
 
     Attributes:
         computed: overridden by the boxed kernel.
-        kept: torch_npu's own implementation: views, allocation, metadata.
-        missing: no computation; calling one raises torch_npu's error.
+        kept: implemented by torch_npu itself: views, allocation and metadata.
+        missing: without a computation; a call raises torch_npu's error.
     """
 
     computed: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""``megatron-npu sim -- COMMAND…``: run a command as if this machine had Ascend NPUs."""
+"""Implementation of ``megatron-npu sim -- COMMAND…``: run a command as if this machine had Ascend NPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
 
 
 def main(argv: list[str]) -> int:
-    """Prepare what is missing, then execute COMMAND in this process; return only if interrupted before.
+    """Prepare what is missing, then execute COMMAND in this process; return only if interrupted before that.
 
     Raises:
         UsageError: the command is missing or does not exist, or the machine cannot be prepared.
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise UsageError(
-            "no command", "-- COMMAND ARGUMENTS...", "For example: megatron-npu sim -- python train.py"
+            "no command was given; pass it as -- COMMAND ARGUMENTS..., for example: megatron-npu sim -- "
+            "python train.py"
         )
     for variable, given in ((settings.SIM_DEVICES, options.devices), (settings.SIM_SOC, options.soc)):
         if given is not None:
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare() -> dict[str, str]:
-    """Prepare everything that a simulated process needs; return the environment to start it with.
+    """Prepare everything that a simulated process requires, and return the environment for starting it.
 
     Raises:
         UsageError: see ``site.prepare`` and ``build.runtime``; or this machine has a real CANN.
@@ -67,9 +68,9 @@ def prepare() -> dict[str, str]:
     simulator_values()  # refuse a bad number before minutes of preparation
     if build.present("libascendcl.so"):
         raise UsageError(
-            "a real CANN is on the library path (libascendcl.so can be loaded)",
-            "a machine without Ascend software",
-            "Use this machine's NPUs, or do not source CANN's set_env.sh in this shell.",
+            "the simulator must run on a machine without Ascend software, but a real CANN is on the library "
+            "path (libascendcl.so can be loaded). Use this machine's NPUs, or do not source CANN's "
+            "set_env.sh in this shell."
         )
     wheel = site.prepare()
     environment = {**os.environ, settings.SIM.name: "1", settings.SIM_SITE.name: str(wheel)}
@@ -91,6 +92,7 @@ def _find(program: str) -> str:
     found = shutil.which(program, path=search)
     if found is None:
         raise UsageError(
-            f"unknown command {program}", "a program on PATH or a path to one", "Check its name."
+            f"the command {program} was not found; it must be a program on PATH or a path to one. Check its "
+            "name."
         )
     return found

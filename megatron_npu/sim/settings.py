@@ -19,7 +19,7 @@ _TOLD = {
 
 
 def simulator_values() -> dict[str, str]:
-    """Return the settings for the C++ side: short name -> value (see ``setting`` in csrc/runtime.h).
+    """Return the settings for the C++ side, keyed by short name (see ``setting`` in csrc/runtime.h).
 
     Raises:
         UsageError: a variable has a value that is not accepted.

@@ -1,7 +1,7 @@
-"""Keep the torch_npu wheel that fits the installed torch in a separate directory.
+"""Keep the torch_npu wheel that matches the installed torch in a separate directory.
 
-In a normal environment an installed torch_npu breaks ``import torch`` if CANN is absent (torch loads it
-through an entry point), so only processes of the simulator have the wheel's directory on their path.
+In a normal environment, an installed torch_npu breaks ``import torch`` if CANN is not installed (torch loads
+it through an entry point), so only processes of the simulator have the wheel's directory on their path.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 
 def package_directory(name: str) -> Path | None:
-    """Return the folder of an importable package, without importing it; None if there is none."""
+    """Return the folder of an importable package without importing it; None if there is no package."""
     spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
 
 
 def version_of(package: Path) -> str:
-    """Return ``__version__`` from the package's version.py, including the local suffix (+cpu)."""
+    """Return ``__version__`` from the package's version.py, including the local suffix (such as +cpu)."""
     found = re.search(r"__version__\s*(?::\s*str)?\s*=\s*'([^']+)'", (package / "version.py").read_text())
     if found is None:
         raise UsageError(
-            f"{package / 'version.py'} does not define __version__",
-            "an installed package",
-            "Reinstall torch_npu.",
+            f"{package / 'version.py'} does not define __version__, so the package is not correctly "
+            "installed. Reinstall torch_npu."
         )
     return found[1]
 
@@ -51,17 +50,18 @@ def torch_directory() -> Path:
     directory = package_directory("torch")
     if directory is None:
         raise UsageError(
-            f"torch is not installed in {sys.prefix}", "the CPU build of torch", "pip install torch first."
+            f"torch is not installed in {sys.prefix}, but the simulator requires its CPU build. Install it "
+            "first: pip install torch"
         )
     return directory
 
 
 def prepare() -> Path:
-    """Return the directory to put on ``sys.path`` so that ``import torch_npu`` works; download it if needed.
+    """Return the directory that makes ``import torch_npu`` work on ``sys.path``; download it if necessary.
 
     Raises:
         UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory
-            given in the settings contains no wheel, or one for another torch.
+            given in the settings contains no wheel, or a wheel for another torch.
     """
     version = version_of(torch_directory()).partition("+")[0]
     given = settings.SIM_SITE.get()
@@ -77,17 +77,15 @@ def _require_fit(site: Path, torch_version: str) -> None:
     package = site / "torch_npu"
     if not (package / "version.py").is_file():
         raise UsageError(
-            f"{settings.SIM_SITE.name}={site}",
-            "a directory with torch_npu in it",
-            f"Unset it to download the wheel, or run pip install --target {site} torch-npu.",
+            f"{settings.SIM_SITE.name} must be a directory that contains torch_npu, but got {site}. Unset "
+            f"it to download the wheel, or run pip install --target {site} torch-npu."
         )
     # Wheels are built per torch release; a post release of torch_npu is for the same torch.
     found = version_of(package)
     if found.partition("+")[0].partition(".post")[0] != torch_version:
         raise UsageError(
-            f"torch_npu {found} is in {site}, but torch is {torch_version}",
-            "the same version for both",
-            f"Unset {settings.SIM_SITE.name} or install torch-npu=={torch_version} there.",
+            f"torch_npu and torch must have the same version, but torch_npu {found} is in {site} and torch "
+            f"is {torch_version}. Unset {settings.SIM_SITE.name} or install torch-npu=={torch_version} there."
         )
 
 
@@ -104,7 +102,7 @@ def _install(directory: Path, version: str) -> None:
         errors = [line.strip() for line in result.stdout.splitlines() if "ERROR" in line]
         errors = errors or result.stdout.splitlines()[-1:] or ["pip failed"]
         raise UsageError(
-            f"there is no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]})",
-            "a torch version with a published torch-npu wheel, and a reachable package index",
-            f"Install such a torch, or set {settings.SIM_SITE.name} to an unpacked wheel.",
+            f"there is no torch-npu=={version} for Python {platform.python_version()} ({errors[-1]}). The "
+            "simulator requires a torch version with a published torch-npu wheel, and a reachable package "
+            f"index. Install such a torch, or set {settings.SIM_SITE.name} to an unpacked wheel."
         )

@@ -1,6 +1,6 @@
 """Stub modules for packages that an upstream imports but that are not installed.
 
-Each stub has only the names that the upstream uses, and never replaces the real package.
+Each stub has only the names that the upstream uses. A stub never replaces a real package.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from megatron_npu.upstream.megatrons import Upstream
 
 @dataclass(frozen=True)
 class StandIn:
-    """A module to put into ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
+    """A module to add to ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
 
     Attributes:
         name: the module name that the upstream imports.
-        source: our module that has the names the upstream uses.
-        needs: the package whose absence makes the stub necessary; empty: the stub is always installed.
-        upstreams: the upstreams that import it.
-        why: what happens without it.
-        unless: pattern for upstream files that make it unnecessary.
-        te: the value of ``MEGATRON_NPU_TE`` that it is for; empty: any.
+        source: our module that has the names that the upstream uses.
+        needs: the package that makes the stub unnecessary if it is installed; if empty, the stub is always
+            installed.
+        upstreams: the upstreams that import the module.
+        why: what happens without the stub.
+        unless: a pattern for upstream files that make the stub unnecessary.
+        te: the value of ``MEGATRON_NPU_TE`` with which the stub is used; empty means any value.
     """
 
     name: str
@@ -44,15 +45,15 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """A name to add to an existing module that has lost it or does not have it yet.
+    """A name to add to an existing module that no longer has it or does not have it yet.
 
     Attributes:
         module, name, value: the module, the missing name, and its value.
-        upstreams: the upstreams that import it.
-        why: what happens without it.
-        beside: the package that imports it, if not the upstream itself: the name is added if that is
-            installed.
-        within: pattern for upstream files that import it: the name is added if there are any.
+        upstreams: the upstreams that import the name.
+        why: what happens without the name.
+        beside: the package that imports the name, if it is not the upstream itself: the name is added if that
+            package is installed.
+        within: a pattern for upstream files that import the name: the name is added if there are any.
     """
 
     module: str
@@ -64,14 +65,14 @@ class NameStandIn:
     within: str = ""
 
     def is_taken(self, upstream: Upstream) -> bool:
-        """Return whether ``upstream``, or a package used with it, imports the name."""
+        """Return True if ``upstream``, or a package used with it, imports the name."""
         if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
             return False
         return not self.within or any(upstream.root.glob(self.within))
 
 
 def _override(method: Any) -> Any:
-    """Mark a method as overriding for type checkers, like ``typing.override`` of Python 3.12."""
+    """Mark a method as overriding for type checkers, like ``typing.override`` in Python 3.12."""
     return method
 
 
@@ -366,7 +367,7 @@ def _absent(package: str) -> bool:
 
 
 def remove() -> None:
-    """Remove what ``install`` added to ``sys.modules`` and to modules."""
+    """Remove everything that ``install`` added to ``sys.modules`` and to modules."""
     _given.undo()
     for stand_in in STAND_INS:
         module = sys.modules.get(stand_in.name)

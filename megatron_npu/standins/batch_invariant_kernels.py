@@ -1,4 +1,4 @@
-"""Stub for megatron-core's batch-invariant kernels, used without triton: the mode is always off."""
+"""Stub for megatron-core's batch-invariant kernels, used without triton; the mode is always off."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
     """Reject batch-invariant mode.
 
     Raises:
-        RuntimeError: always: the kernels are written in triton.
+        RuntimeError: always, because the kernels are written in triton.
     """
-    raise RuntimeError("--batch-invariant-mode needs the package triton, which is not installed")
+    raise RuntimeError("--batch-invariant-mode requires the package triton, which is not installed")
 
 
 def is_batch_invariant_mode_enabled() -> bool:
-    """Return False, because the mode cannot be switched on here."""
+    """Return False, because the mode cannot be enabled here."""
     return False

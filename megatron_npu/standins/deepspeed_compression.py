@@ -14,9 +14,8 @@ def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
         UsageError: always.
     """
     raise UsageError(
-        'DeepSpeed\'s configuration contains "compression_training", which DeepSpeed no longer supports',
-        "a configuration without it",
-        "Remove that section.",
+        'DeepSpeed\'s configuration contains "compression_training", which DeepSpeed no longer supports. '
+        "Remove that section."
     )
 
 

@@ -1,4 +1,4 @@
-"""``emerging_optimizers.triton_kernels`` without Triton: it reports that there are no kernels.
+"""Stub for ``emerging_optimizers.triton_kernels``, used without Triton; it reports that there are no kernels.
 
 Muon's Newton-Schulz iteration then uses plain matmuls, which are the package's default.
 """

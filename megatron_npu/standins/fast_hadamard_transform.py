@@ -1,4 +1,4 @@
-"""``fast_hadamard_transform``, with which DeepSeek's sparse attention rotates its indexer's vectors."""
+"""Stub for ``fast_hadamard_transform``, which DeepSeek's sparse attention uses to rotate indexer vectors."""
 
 from __future__ import annotations
 

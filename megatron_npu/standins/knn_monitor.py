@@ -9,9 +9,9 @@ from typing import Any
 
 
 def compute_feature_bank(*_: Any, **__: Any) -> None:
-    """Reject vision pretraining, which needs torchvision.
+    """Reject vision pretraining, which requires torchvision.
 
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError("--vision-pretraining needs the package torchvision, which is not installed")
+    raise RuntimeError("--vision-pretraining requires the package torchvision, which is not installed")

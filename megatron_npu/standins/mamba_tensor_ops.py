@@ -1,7 +1,7 @@
 """Stub for megatron-core's moves between a Mamba layer's inference states, used without triton.
 
-The layer itself needs mamba_ssm, which is written in triton too, so no model that can be built calls
-anything here.
+The layer itself requires mamba_ssm, which is written in triton too, so no model that can be built calls these
+functions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     """Reject the call.
 
     Raises:
-        RuntimeError: always: the kernels are written in triton.
+        RuntimeError: always, because the kernels are written in triton.
     """
-    raise RuntimeError("Mamba layers need the packages triton and mamba_ssm, which are not installed")
+    raise RuntimeError("Mamba layers require the packages triton and mamba_ssm, which are not installed")
 
 
 tensor_get_slice_after = tensor_merge = tensor_masked_update = _refuse

@@ -1,7 +1,8 @@
-"""Stub for ``megatron.mpu`` under ``megatron-npu train``, used if the Megatron on the path has none.
+"""Stub for ``megatron.mpu`` under ``megatron-npu train``, used if the Megatron on the path does not have it.
 
-Until 2022 ``mpu`` contained what ``megatron.core.parallel_state`` and ``megatron.core.tensor_parallel``
-contain now; scripts of that time use ``from megatron import mpu``. A name is looked up there when it is used.
+Until 2022, ``mpu`` contained what is now in ``megatron.core.parallel_state`` and
+``megatron.core.tensor_parallel``; scripts of that time use ``from megatron import mpu``. A name is looked up
+in these modules when it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def is_needed() -> bool:
     """Return True if there is a Megatron that has no ``mpu`` of its own.
 
     Raises:
-        UsageError: there is no Megatron.
+        UsageError: Megatron is not installed.
     """
     package = megatrons.find().root / "megatron"
     return not ((package / "mpu" / "__init__.py").is_file() or (package / "mpu.py").is_file())
@@ -37,10 +38,10 @@ def broadcast_data(
     Args:
         keys: the keys of ``data`` to return.
         data: tensors by name; None on ranks other than the first.
-        datatype: dtype of all of them.
+        datatype: the dtype of all tensors.
 
     Raises:
-        TypeError: a tensor has another dtype; or there is no data and no other rank to provide it.
+        TypeError: a tensor has another dtype, or there is no data and no other rank that could provide it.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -48,7 +49,7 @@ def broadcast_data(
         return tensor_parallel.broadcast_data(keys, data, datatype)
     if data is None:
         raise TypeError(
-            "broadcast_data got None, but there are no other tensor-parallel ranks to receive data from"
+            "broadcast_data got None, but there are no other tensor-parallel ranks from which to receive data"
         )
     for key in keys:
         if data[key].dtype != datatype:

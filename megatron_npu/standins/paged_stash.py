@@ -1,4 +1,4 @@
-"""Stub for megatron-core's ``moe.paged_stash``, used without triton: nothing is ever stashed.
+"""Stub for megatron-core's ``moe.paged_stash``, used without triton; nothing is ever stashed.
 
 Upstream calls these functions only with ``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``,
 which are rejected when a model is configured (``adaptors.megatron_core.unsupported_options``).
@@ -13,9 +13,9 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     """Reject the call.
 
     Raises:
-        RuntimeError: always: the kernels are written in triton.
+        RuntimeError: always, because the kernels are written in triton.
     """
-    raise RuntimeError("--moe-paged-stash needs the package triton, which is not installed")
+    raise RuntimeError("--moe-paged-stash requires the package triton, which is not installed")
 
 
 get_paged_stash_context = paged_stash_group_start = paged_stash_group_commit = _refuse

@@ -1,7 +1,7 @@
-"""Stub for ``mcore_bridge.model.modules.kernels.qsa_block_sparse_attn``, used without the package triton.
+"""Stub for ``mcore_bridge.model.modules.kernels.qsa_block_sparse_attn``, used if triton is not installed.
 
-mcore-bridge 1.6.5 always imports it, for the sparse attention of one family of models (qwen4_exp). The
-library also checks whether triton is installed, and otherwise computes the same attention with a mask.
+mcore-bridge 1.6.5 always imports this module, for the sparse attention of one family of models (qwen4_exp).
+The library also checks whether triton is installed, and otherwise computes the same attention with a mask.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from megatron_npu.base.errors import UsageError
 
 
 def qsa_sparse_attention_from_indices(*_: Any, **__: Any) -> NoReturn:
-    """Reject the call: Triton kernels are not available here.
+    """Reject the call, because Triton kernels are not available here.
 
     Raises:
         UsageError: always.
     """
     raise UsageError(
-        "mcore-bridge's sparse attention kernel needs triton, which is not installed",
-        "its masked attention instead",
-        "Set QSA_SPARSE_KERNEL=0.",
+        "mcore-bridge's sparse attention kernel requires triton, which is not installed. Set "
+        "QSA_SPARSE_KERNEL=0 to use its masked attention instead."
     )

@@ -1,6 +1,6 @@
 """Stub for the generation kernels of megatron-core's state space layers, used without triton.
 
-Mamba layers and gated delta nets import it; they can train without it.
+Mamba layers and gated delta nets import these kernels, but can be trained without them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     """Reject generation.
 
     Raises:
-        RuntimeError: always: the kernels are written in triton.
+        RuntimeError: always, because the kernels are written in triton.
     """
     raise RuntimeError(
-        "state-space layers need the package triton, which is not installed, to generate from packed "
+        "state-space layers require the package triton, which is not installed, to generate from packed "
         "sequences and for --batch-invariant-mode"
     )
 

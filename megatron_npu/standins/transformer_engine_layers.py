@@ -1,7 +1,8 @@
 """Stub for ``megatron.core.extensions.transformer_engine`` of 0.12, used without TransformerEngine.
 
-Most of megatron-core tries to import that module and handles the ImportError, which it still gets.
-Two modules import its layers unconditionally, for specs that use local layers if TransformerEngine is absent.
+Most modules of megatron-core try to import that module and handle the ImportError, which they still get. Two
+modules import its layers unconditionally, for specs that use local layers if TransformerEngine is not
+installed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class _Absent:
     """
 
     def __init__(self, *_: _Any, **__: _Any) -> None:
-        raise ImportError("TransformerEngine is not installed: its layers cannot be built")
+        raise ImportError("TransformerEngine is not installed, so its layers cannot be built")
 
 
 def __getattr__(name: str) -> type:
-    """Return the layer for ``from ... import name`` if the importing module needs it.
+    """Return the layer for ``from ... import name`` if the importing module requires it.
 
     Raises:
-        AttributeError: another module imports; Python turns this into the ImportError that it expects.
+        AttributeError: another module imports the name; Python converts this to the ImportError that the
+            module expects.
     """
     if name in _LAYERS and _sys._getframe(1).f_globals.get("__name__") in _IMPORT_WITHOUT_TRYING:
         return _Absent

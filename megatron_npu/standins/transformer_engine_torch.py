@@ -1,7 +1,7 @@
 """Stub for ``transformer_engine_torch``, the compiled part of TransformerEngine, with one function.
 
-It determines which tokens of packed sequences a context-parallel rank holds; LLaVA, Mamba layers and the
-scripts' batches call it.
+It determines the tokens of packed sequences that a context-parallel rank holds. LLaVA, Mamba layers and the
+batches of the scripts call it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     """Return the positions ``[total_tokens / world_size]`` of a rank's tokens, in order.
 
     Args:
-        cu_seqlens: where sequences begin and end, ``[sequences + 1]``; each has 2 * ``world_size`` parts, and
-            rank r holds part r counted from the front and part r counted from the back.
-        total_tokens: number of tokens of all sequences.
-        world_size, rank: size of the context-parallel group, and the rank in it.
+        cu_seqlens: where sequences begin and end, ``[sequences + 1]``; each sequence has 2 * ``world_size``
+            parts, and rank r holds part r counted from the front and part r counted from the back.
+        total_tokens: the number of tokens of all sequences.
+        world_size, rank: the size of the context-parallel group, and the rank in it.
 
     Raises:
         ValueError: the sequences have another number of tokens.
     """
     bounds = cu_seqlens.flatten().tolist()
     if bounds[-1] != total_tokens:
-        raise ValueError(f"the sequences end at {bounds[-1]}, but there are {total_tokens} tokens")
+        raise ValueError(
+            f"the sequences must end at {total_tokens}, the number of tokens, but they end at {bounds[-1]}"
+        )
     return token_indices(bounds, world_size, rank).to(cu_seqlens.device)

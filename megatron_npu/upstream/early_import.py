@@ -1,9 +1,9 @@
 """Provide our ``transformer_engine`` to programs that import it before Megatron.
 
 The finder is at the end of ``sys.meta_path``, so a real package is found first. It finds the package only if
-``MEGATRON_NPU_TE=local`` selects our layers and the Megatron on the path is megatron-core; otherwise the
-package stays absent. While our layers are in use, ``importlib.metadata`` returns their version for
-transformer-engine, as the LoRA of Megatron-Bridge 0.3.1 needs.
+``MEGATRON_NPU_TE=local`` selects our layers and the Megatron on the path is megatron-core; otherwise, the
+package cannot be imported. While our layers are in use, ``importlib.metadata`` returns their version for
+transformer-engine, which the LoRA of Megatron-Bridge 0.3.1 requires.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Loader(Loader):
         """Return the stub that the activation has installed.
 
         Raises:
-            ImportError: there is no stub, for example if this process was activated for another Megatron.
+            ImportError: no stub is installed, for example if this process was activated for another Megatron.
         """
         self._activate()
         module = sys.modules.get(spec.name)
@@ -93,9 +93,9 @@ def _on_megatron_core() -> bool:
 
 
 def is_absent(package: str) -> bool:
-    """Return whether a package is not installed, ignoring this finder; nothing is imported, not even parents.
+    """Return True if a package is not installed, ignoring this finder; nothing is imported, not even parents.
 
-    Otherwise DeepSpeed, for example, would look for apex on import.
+    Otherwise, DeepSpeed, for example, would search for apex on import.
     """
     top, *rest = package.split(".")
     spec = spec_of(top)
@@ -109,7 +109,7 @@ def is_absent(package: str) -> bool:
 
 
 def arm(activate: Callable[[], None]) -> None:
-    """Install the finder; ``activate`` does what the first import of Megatron does."""
+    """Install the finder; ``activate`` does the same as the first import of Megatron."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder(activate))
 

@@ -38,8 +38,8 @@ class Upstream:
     Attributes:
         name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
             (bigscience's) or ``megatron_deepspeed_core`` (deepspeedai's, which contains megatron-core).
-        version: megatron-core's version, such as ``0.16.1``; for the others the commit, such as ``285068c8``,
-            or ``unknown`` for another tree of that time (the pins then show the differences).
+        version: megatron-core's version, such as ``0.16.1``; for the other trees, the commit, such as
+            ``285068c8``, or ``unknown`` for another tree of that time (the pins then show the differences).
         root: the folder that contains the ``megatron`` package.
         shadowed: the other folders on the path that also contain a copy of Megatron, with their versions.
     """
@@ -64,19 +64,20 @@ class Upstream:
     def _require_supported_version(self) -> None:
         release = tuple(int(part) for part in self.version.split(".")[:2])
         supported = (
-            f"a version from {_dotted(OLDEST_CORE)} up to, but not including, {_dotted(FIRST_TOO_NEW_CORE)}"
+            f"only versions from {_dotted(OLDEST_CORE)} up to, but not including, "
+            f"{_dotted(FIRST_TOO_NEW_CORE)} are supported"
         )
-        remedy = "Install one, for example: pip install megatron-core==0.16.1"
+        remedy = "Install a supported version, for example: pip install megatron-core==0.16.1"
         given = f"megatron-core {self.version} in {self.root}"
         if release < OLDEST_CORE:
-            raise UsageError(f"{given} is too old", supported, remedy)
+            raise UsageError(f"{given} is too old; {supported}", remedy=remedy)
         if release >= FIRST_TOO_NEW_CORE:
             if settings.DRIFT.get() != "warn":
                 also = f"or set {settings.DRIFT.name}=warn to apply only the patches that still match."
-                raise UsageError(f"{given} is too new", supported, f"{remedy}; {also}")
+                raise UsageError(f"{given} is too new; {supported}", remedy=f"{remedy}; {also}")
             _logger.warning(
-                "%s is newer than the tested versions (%s): patches that still match are applied; the line "
-                "before the first step lists the others",
+                "%s is newer than the tested versions (%s). The patches that still match are "
+                "applied; the line before the first step lists the others",
                 given,
                 supported,
             )
@@ -96,9 +97,9 @@ class Upstream:
                     f"PYTHONPATH={wanted}, or start the script with `megatron-npu run`."
                 )
             raise UsageError(
-                f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}",
-                "a single one, because otherwise modules from both may be mixed",
-                remedy,
+                f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}; only "
+                "one is supported, because otherwise modules from both may be mixed",
+                remedy=remedy,
             )
 
 
@@ -110,7 +111,7 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
     """Return the Megatron in ``path`` (a checkout, site-packages, an unpacked wheel) or on ``sys.path``.
 
     Args:
-        given_by: the variable or flag that holds ``path``, for the error.
+        given_by: the variable or flag that specifies ``path``, for the error message.
 
     Raises:
         UsageError: no Megatron is found.
@@ -125,7 +126,7 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
 
 
 def named(path: str | None) -> tuple[str | None, str]:
-    """Return the path in ``--megatron`` or else ``MEGATRON_LM_PATH``, and which of the two names it."""
+    """Return the path in ``--megatron`` or otherwise ``MEGATRON_LM_PATH``, and which of the two names it."""
     if path:
         return path, "--megatron"
     path = settings.MEGATRON_PATH.get() or None
@@ -138,22 +139,24 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
         checkout = settings.MEGATRON_PATH.get()
         nor = f", nor in {checkout} ({settings.MEGATRON_PATH.name})" if checkout else ""
         return UsageError(
-            f"there is no Megatron on the Python path{nor}",
-            inside,
-            "Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
+            f"there is no Megatron on the Python path{nor}; {inside} is required",
+            remedy="Run: pip install megatron-core==0.16.1, or put a Megatron-LM checkout on PYTHONPATH.",
         )
     given = f" ({given_by})" if given_by else ""
     remedy = f"Correct {given_by or 'the path'}."
     if not Path(path).is_dir():
-        return UsageError(f"there is no folder {path}{given}", "a folder that contains megatron/", remedy)
-    return UsageError(f"there is no Megatron in {path}{given}", inside, remedy)
+        return UsageError(
+            f"the folder {path}{given} does not exist; it must contain megatron/", remedy=remedy
+        )
+    return UsageError(f"there is no Megatron in {path}{given}; {inside} is required", remedy=remedy)
 
 
 def _roots_on_path() -> list[Path]:
-    """Return every folder in which ``import megatron`` looks, in its order.
+    """Return every folder in which ``import megatron`` searches, in order.
 
-    Each entry of ``sys.path`` is searched separately. A regular package (with ``__init__.py``) wins over the
-    portions of a namespace package (megatron-core from 0.16 on), even over those that come before it.
+    Each entry of ``sys.path`` is searched separately. A regular package (with ``__init__.py``) takes
+    precedence over the portions of a namespace package (megatron-core from 0.16 on), even over those that
+    come before it.
     """
     regular: list[Path] = []
     portions: list[Path] = []

@@ -1,4 +1,4 @@
-"""Scripts inside a Megatron-LM tree: what they require on the path, and which scripts cannot work here."""
+"""Scripts in a Megatron-LM tree: what they require on the path, and which scripts cannot work here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_tree(folder: Path) -> bool:
 
 
 def is_stock(script: Path) -> bool:
-    """Return whether a script is in a Megatron-LM tree, including its root, and not a user's own program."""
+    """Return True if a script is in a Megatron-LM tree or its root, and is not a user's own program."""
     return tree_of(script) is not None or _is_tree(script.resolve().parent)
 
 
@@ -45,15 +45,16 @@ def blames_program(error: BaseException, program: Path) -> bool:
 
 
 def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
-    """Reject a stock script that would fail halfway even with the plug-in, or execute code from files.
+    """Reject a stock script that would fail halfway even with the plug-in, or that executes code from files.
 
     Args:
         script: the script to run.
         arguments: its command line.
 
     Raises:
-        UsageError: the script is megatron-core's checkpoint converter and TransformerEngine is missing; or it
-            executes code from the files it reads, and ``MEGATRON_NPU_TRUST_FILES`` does not allow that.
+        UsageError: the script is megatron-core's checkpoint converter and TransformerEngine is not installed,
+            or the script executes code from the files it reads and ``MEGATRON_NPU_TRUST_FILES`` does not
+            allow that.
     """
     tree = tree_of(script)
     if tree is None:
@@ -65,10 +66,10 @@ def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
     is_core = (tree / "megatron" / "core" / "package_info.py").is_file()
     if is_core and early_import.is_absent("transformer_engine"):
         raise UsageError(
-            f"{script} needs TransformerEngine, which is not installed",
-            "the package transformer-engine, which the script's saver always imports",
-            "A torch_dist checkpoint loads in any layout without conversion; `megatron-npu convert` writes "
-            "the torch format and Hugging Face's.",
+            f"{script} requires TransformerEngine, which its saver always imports, but transformer-engine "
+            "is not installed",
+            remedy="A torch_dist checkpoint loads in any layout without conversion; `megatron-npu "
+            "convert` writes the torch format and Hugging Face's.",
         )
 
 
@@ -78,8 +79,8 @@ def _refuse_code(name: str, script: Path, arguments: Sequence[str]) -> None:
         what = "the answer options of MMMU's questions as Python code"
     if what is not None and not settings.TRUST_FILES.enabled():
         raise UsageError(
-            f"{script} executes {what}",
-            f"a script that loads files only as data, or {settings.TRUST_FILES.name}=1",
-            f"Set {settings.TRUST_FILES.name}=1 if you trust the files that it reads like your own "
-            "programs; `megatron-npu convert` reads Transformers models without executing their code.",
+            f"{script} executes {what}, which is allowed only with {settings.TRUST_FILES.name}=1",
+            remedy=f"Set {settings.TRUST_FILES.name}=1 if you trust the files that it reads as much as "
+            "your own programs; `megatron-npu convert` reads Transformers models without "
+            "executing their code.",
         )

@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """Whether the watchdog is active: not in a forked child, nor after the process group is destroyed."""
+        """True if the watchdog is active, which it is not in a forked child or without the process group."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -59,7 +59,7 @@ class Alone:
         while not self._stopping.wait(_PERIOD) and dist.is_initialized():
             beat = self._stillness.look()
             if beat.still >= self._limit:
-                told = f"it has made no progress for {self._limit:.0f} s: it is {beat}{beat.stack()}"
+                told = f"it has made no progress for {self._limit:.0f} s; it is {beat}{beat.stack()}"
                 print(f"megatron_npu: the run is stopped: {told}", file=sys.stderr, flush=True)
                 stacks.print_now()
                 os._exit(_EXIT)

@@ -46,7 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return True if this process can still react, as far as ``own`` can tell, or runs elsewhere."""
+        """Return True if this process can still react, as far as ``own`` can determine, or runs elsewhere."""
         if not self.space or self.space != own.space:
             return True
         try:
@@ -92,7 +92,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Word:
-    """The few bytes of every rank's heartbeat that are read each time.
+    """The few bytes of each rank's heartbeat that are read every time.
 
     Attributes:
         number, still: see ``Beat``.
@@ -146,7 +146,7 @@ class Board:
         return [Process(**json.loads(text)) for text in texts]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Write the heartbeat of a rank without reading anything."""
+        """Write the heartbeat of a rank without reading anything from the store."""
         word = Word(beat.number, beat.still, beat.phase == WAITING)
         self._store.multi_set(  # type: ignore[attr-defined]
             [f"beat/{rank}", f"word/{rank}"], [json.dumps(asdict(beat)), str(word)]
@@ -162,7 +162,7 @@ class Board:
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the last full heartbeats of ranks, which ranks write even before they register."""
+        """Return the last full heartbeats of ranks, which a rank writes even before it registers."""
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
@@ -180,7 +180,7 @@ class Board:
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Record what happened to the run; return the first such record, which may be another rank's."""
+        """Record what happened to the run; return the first such record, possibly another rank's."""
         first = str(self._store.compare_set("verdict", "", verdict).decode())
         self._store.add("news", 1)
         return first
@@ -194,7 +194,7 @@ class Board:
         self._store.set(f"word/{rank}", str(Word(KNOWS, 0.0, waits=False)))
 
     def ask_for_stacks(self, rank: int) -> None:
-        """Make all ranks print their stacks, because one rank got SIGUSR1."""
+        """Make all ranks print their stacks, because one rank has received SIGUSR1."""
         self._store.set("asked", str(rank))
         self._store.add("news", 1)
 
@@ -216,7 +216,7 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a separate connection to the default process group's store; None if the store has no server."""
+    """Return a separate connection to the default process group's store, or None if it has no server."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""Wait for the end of processes on this machine, which the kernel reports at once, and for signals."""
+"""Wait for signals and for the end of processes on this machine, which the kernel reports immediately."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Deaths:
                 self._selector.register(descriptor, selectors.EVENT_READ, process)
 
     def listen(self) -> None:
-        """Make signals that Python handles wake ``wait`` and add them to ``signals``.
+        """Make signals that Python handles wake up ``wait`` and add them to ``signals``.
 
-        Use it only if nothing else, such as an asyncio loop, receives the wake-ups.
+        Use this only if nothing else, such as an asyncio loop, receives the wake-ups.
         """
         if threading.current_thread() is not threading.main_thread():
             return

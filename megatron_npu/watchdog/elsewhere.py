@@ -1,7 +1,7 @@
 """Detect whether a process works in other threads or children while its main thread makes no progress.
 
 For example, the main thread may wait at one line of Python for a graph compiler, a kernel builder or a
-checkpoint writer, without using CPU time itself. This is not a hang.
+checkpoint writer, without using CPU time itself. This does not count as a hang.
 """
 
 from __future__ import annotations

@@ -21,17 +21,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
+from megatron_npu.process import meeting_place
 from megatron_npu.watchdog import network, restarts
 
-_TRY = 20.0  # seconds for the store, and then a line
-_GIVE_UP = 600.0  # seconds for ranks to come, as torch's own default
+_TRY = 20.0  # seconds for the store, and between two lines
+_ANSWER = 5.0  # seconds for a store to answer
 _CONNECT = 15.0  # seconds for a connection between two machines
 _KNOWN = 5.0  # seconds for all to read what is wrong
 _PAUSE = 0.2
 _ALL = 32  # machines up to which each tries every other
 _SHOWN = 8
-_EXPECTED = "machines that can reach each other on any port, because gloo and HCCL choose free ones"
+_REACHABLE = (
+    "all machines must be able to reach each other on any port, because gloo and HCCL choose free ones"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class _Place:
         machine: ``network.machine``.
         address, port: the address on which the rank listens. Port 0 means that it is not the first rank of
             its machine.
+        hccl: the address in HCCL_IF_IP and a port on which the rank listens there; empty if there is none.
         towards: the interface and the address through which the rank reaches the store; empty if unknown.
     """
 
@@ -51,6 +56,7 @@ class _Place:
     machine: str
     address: str
     port: int
+    hccl: tuple[str, int] | tuple[()]
     towards: tuple[str, ...]
 
 
@@ -72,12 +78,20 @@ def made() -> Iterator[None]:
     yield
 
 
-def tell(error: str) -> None:
-    """Tell the other ranks, if they are on several machines, that this one ended before the check."""
-    if not _is_of_several_machines() or dist.is_initialized():
+def tell(error: UsageError) -> None:
+    """Tell the other ranks, if they are on several machines, that this one ended before the check.
+
+    Rank 0 may start its store later than this rank fails, so this waits for it, unless that was the error.
+    """
+    if not _is_of_several_machines() or isinstance(error, meeting_place.NoAnswerError):
         return
     with contextlib.suppress(Exception):  # rank 0 may be gone
         host, port = _where()
+        end = time.monotonic() + _CONNECT
+        while not meeting_place.answers(host, port):
+            if time.monotonic() > end:
+                return
+            time.sleep(_PAUSE)
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT))
         line = f"rank {os.environ['RANK']} ({socket.gethostname()}) exited: {error}"
         dist.PrefixStore(_prefix(), store).set("failed", line)
@@ -102,41 +116,62 @@ def _store() -> dist.TCPStore:
     """Return a connection to the store of the run, which torchrun's agent or rank 0 serves.
 
     Raises:
-        UsageError: the store cannot be reached for a long time.
+        UsageError: the store cannot be reached in time, or its port is in use.
     """
     host, port = _where()
-    serves = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    rank, locals_ = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    served = serve(port) if serves else None
+    machine = os.environ.get("GROUP_RANK", "")
+    elsewhere = int(machine if machine.isdecimal() else rank // locals_) > 0
+    who = f"rank {rank} ({socket.gethostname()})"
+    place = meeting_place.Place(who, host, port, serves, elsewhere)
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    client = meeting_place.connected(place, lambda: client_of(host, port), speaks=speaks)
+    return served or client
+
+
+def serve(port: int) -> dist.TCPStore:
+    """Serve a store on a port of this machine, which torch's own store on this port will share.
+
+    Raises:
+        UsageError: the port cannot be used.
+    """
     options: dict[str, Any] = {"multi_tenant": True, "wait_for_workers": False}
     options["use_libuv"] = os.environ.get("USE_LIBUV", "1") == "1"  # as torch, whose store shares the server
-    began = time.monotonic()
-    while True:
-        try:
-            return dist.TCPStore(
-                host, port, None, is_master=serves, timeout=timedelta(seconds=_TRY), **options
-            )
-        except (dist.DistError, RuntimeError, OSError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            line = (
-                f"rank {os.environ['RANK']} ({socket.gethostname()}) cannot reach "
-                f"MASTER_ADDR:MASTER_PORT {host}:{port} ({reason})"
-            )
-            remedy = (
-                "Check that this is the first machine, that its job is running, and that the firewall "
-                "opens the port."
-            )
-            if time.monotonic() - began > _GIVE_UP:
-                raise UsageError(line, "the run's store at that address", remedy) from None
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"megatron_npu: {line}; still trying. {remedy}", file=sys.stderr, flush=True)
+    try:
+        return dist.TCPStore(
+            "127.0.0.1", port, None, is_master=True, timeout=timedelta(seconds=_TRY), **options
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise UsageError(
+            f"MASTER_PORT={port} cannot be used on {socket.gethostname()}, which serves the run's store "
+            f"({str(error).strip().partition(chr(10))[0]})",
+            remedy="Export another MASTER_PORT on all machines, or end the program that uses this one.",
+        ) from None
+
+
+def client_of(host: str, port: int) -> dist.TCPStore:
+    """Return a connection to a store at an address where something answers.
+
+    Raises:
+        RuntimeError: it is not a store. torch logs a page for each attempt, so there are few.
+    """
+    patience = timedelta(seconds=_ANSWER)
+    found = dist.TCPStore(host, port, None, is_master=False, timeout=patience, wait_for_workers=False)
+    found.set_timeout(timedelta(seconds=_TRY))
+    return found
 
 
 def _meet(store: dist.Store) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, first = network.own_address(), os.environ.get("LOCAL_RANK", "0") == "0"
-    with network.listening(address) if first else contextlib.nullcontext() as ear:
-        port = ear.getsockname()[1] if ear else 0
+    with contextlib.ExitStack() as ears:
+        port = _listen(ears, address) if first else 0
+        other = network.hccl_address() if first else ""
+        hccl = (other, _listen(ears, other)) if other not in ("", address) else ()
         towards = network.towards(os.environ["MASTER_ADDR"]) or ()
-        own = _Place(rank, socket.gethostname(), network.machine(), address, port, towards)
+        own = _Place(rank, socket.gethostname(), network.machine(), address, port, hccl, towards)
         store.set(f"here/{rank}", json.dumps(asdict(own)))
         store.add("arrived", 1)
         if rank == 0:
@@ -150,6 +185,10 @@ def _meet(store: dist.Store) -> None:
             _judge(store, places)
         if places:
             _require_none(store, json.loads(_awaited(store, "verdict")))
+
+
+def _listen(ears: contextlib.ExitStack, address: str) -> int:
+    return int(ears.enter_context(network.listening(address)).getsockname()[1])
 
 
 def _require_none(store: dist.Store, fault: list[str]) -> None:
@@ -175,14 +214,13 @@ def _awaited(store: dist.Store, name: str) -> bytes:
         UsageError: rank 0 does not set it in time.
     """
     try:
-        store.wait([name], timedelta(seconds=_GIVE_UP + 2 * _CONNECT))
+        store.wait([name], timedelta(seconds=meeting_place.patience_for_others() + 2 * _CONNECT))
         return bytes(store.get(name))
     except (dist.DistError, RuntimeError) as error:
         raise UsageError(
             f"rank {os.environ['RANK']} ({socket.gethostname()}) cannot reach rank 0 "
-            f"({str(error).partition(chr(10))[0]})",
-            "all ranks to be connected to the run's store",
-            "See the messages of rank 0.",
+            f"({str(error).partition(chr(10))[0]}); all ranks must connect to the run's store",
+            remedy="See the messages of rank 0.",
         ) from None
 
 
@@ -191,43 +229,39 @@ def _awaited(store: dist.Store, name: str) -> bytes:
 
 def _assemble(store: dist.Store, ranks: int) -> None:
     """Wait for all ranks, and publish either the first rank of each machine or the fault."""
-    began = said = time.monotonic()
-    fault: list[str] = []
-    while int(store.add("arrived", 0)) < ranks and not fault:
-        now = time.monotonic()
-        if store.check(["failed"]):
-            fault = [
-                store.get("failed").decode(),
-                "all ranks to be connected to the run's store",
-                "See the messages of that rank.",
-            ]
-        elif now - said > _TRY:
-            said, missing = now, _missing(store, ranks)
-            line = f"rank 0 ({socket.gethostname()}) has waited for {now - began:.0f} s for {missing}"
-            print(
-                f"megatron_npu: {line}, which have not connected to {_listed_place()}",
-                file=sys.stderr,
-                flush=True,
-            )
-            if now - began > _GIVE_UP:
-                fault = [
-                    line,
-                    "all ranks to be connected to the run's store",
-                    "See the messages on their machines.",
-                ]
-        time.sleep(_PAUSE)
+    fault = _await_all(store, ranks)
     places = [] if fault else _places(store, ranks)
-    firsts = {each.rank: [each.host, each.address, each.port] for each in places if each.port}
-    machines = {each.machine for each in places}
-    if len(machines) < 2:
+    firsts = {each.rank: [each.host, each.address, each.port, *each.hccl] for each in places if each.port}
+    if len({each.machine for each in places}) < 2:
         firsts = {}
     else:
         fault = _loopback(places)
     store.set("met", json.dumps({"fault": fault, "places": firsts}))
 
 
-def _listed_place() -> str:
-    return ":".join(map(str, _where()))
+def _await_all(store: dist.Store, ranks: int) -> list[str]:
+    """Wait for all ranks, and log which are missing; return the fault if one failed or does not come."""
+    began = said = time.monotonic()
+    place = f"{_where()[0]}:{_where()[1]}"
+    while int(store.add("arrived", 0)) < ranks:
+        if store.check(["failed"]):
+            told = store.get("failed").decode()
+            return [f"the run cannot start: {told}", "", "See the messages of that rank."]
+        now = time.monotonic()
+        is_over = now - began > meeting_place.patience_for_others()
+        if is_over or now - said > _TRY:
+            said, missing = now, _missing(store, ranks)
+            line = f"rank 0 ({socket.gethostname()}) has waited for {now - began:.0f} s for {missing}"
+            print(f"megatron_npu: {line} to connect to {place}", file=sys.stderr, flush=True)
+            if is_over:
+                remedy = f"{settings.RENDEZVOUS_TIMEOUT.name}=SECONDS sets the wait."
+                return [
+                    f"{line}, but every rank must connect to the run's store at {place}",
+                    "",
+                    f"See the messages on their machines. {remedy}",
+                ]
+        time.sleep(_PAUSE)
+    return []
 
 
 def _missing(store: dist.Store, ranks: int) -> str:
@@ -252,9 +286,9 @@ def _loopback(places: list[_Place]) -> list[str]:
     return [
         (
             f"the host name of {', '.join(named[:_SHOWN])}{more} resolves to an address that no other "
-            "machine can reach"
+            "machine can reach; it must resolve to an address in the cluster's network"
         ),
-        "an address in the cluster's network",
+        "",
         f"Export {network.INTERFACE}={way[0]} (for NPUs also HCCL_SOCKET_IFNAME={way[0]} or "
         f"HCCL_IF_IP={way[1]}) on each machine, or correct its /etc/hosts.",
     ]
@@ -275,7 +309,7 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
         f"Open all ports between the machines, or set the network interface: {network.INTERFACE}, "
         "HCCL_SOCKET_IFNAME, HCCL_IF_IP."
     )
-    fault = ["; ".join(found[:_SHOWN]) + more, _EXPECTED, remedy] if found else []
+    fault = [f"{'; '.join(found[:_SHOWN])}{more}; {_REACHABLE}", "", remedy] if found else []
     store.set("verdict", json.dumps(fault))
 
 
@@ -291,9 +325,10 @@ def _try(store: dist.Store, rank: int, places: Mapping[int, list[Any]]) -> None:
     own, many = ranks.index(rank), len(ranks)
     distances = range(1, many) if many <= _ALL else [2**n for n in range(many.bit_length() - 1)]
     chosen = [ranks[(own + distance) % many] for distance in distances]
-    asked = {
-        f"{host} at {address}:{port}": (address, port)
-        for host, address, port in (places[each] for each in chosen)
-    }
+    asked = {}
+    for host, address, port, *hccl in (places[each] for each in chosen):
+        asked[f"{host} at {address}:{port}"] = (address, port)
+        if hccl:
+            asked[f"{host} at its {network.HCCL} {hccl[0]}:{hccl[1]}"] = (hccl[0], hccl[1])
     faults = network.unreached(asked, _CONNECT)
     store.set(f"reached/{rank}", json.dumps([f"{name} ({why})" for name, why in faults.items()]))

@@ -1,4 +1,4 @@
-"""End ranks whose launcher has ended. Otherwise, the ranks of a killed torchrun would continue to train."""
+"""End ranks whose launcher has ended; the ranks of a killed torchrun would otherwise continue to train."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _THREAD = "megatron_npu launcher"
 
 
 def end_with_launcher() -> None:
-    """End this process as soon as the elastic agent that started it ends, or has ended. Linux only.
+    """End this process as soon as the elastic agent that started it ends, or has ended (Linux only).
 
-    Processes that were started without a launcher, or by an unknown one, are not affected: with ``nohup`` or
-    a batch system they outlive their parent on purpose. A second call has no effect.
+    Processes that were started without a launcher, or by an unknown launcher, are not affected: with
+    ``nohup`` or a batch system, they intentionally outlive their parent. A second call has no effect.
     """
     # a forked child has no such thread
     watches = any(thread.name == _THREAD for thread in threading.enumerate())
@@ -43,7 +43,7 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Let ranks connect inside the block; if that fails because the launcher has ended, report that.
+    """Allow ranks to connect inside the block; if that fails because the launcher has ended, report that.
 
     The connection to the store may break before the thread that watches the launcher notices its end.
 
@@ -80,7 +80,8 @@ def _wait(descriptor: int, launcher: int) -> None:
 
 
 def _end(who: str) -> NoReturn:
-    told = f"megatron_npu: rank {os.environ.get('RANK', '0')} exits, because {who} exited first (killed?)"
+    rank = os.environ.get("RANK", "0")
+    told = f"megatron_npu: rank {rank} exits, because {who} exited first (it may have been killed)"
     with contextlib.suppress(OSError):  # nobody may read any more
         print(told, file=sys.stderr, flush=True)
     os._exit(_EXIT)

@@ -1,4 +1,4 @@
-"""The addresses of this machine: which one gloo uses, and whether other machines can be reached."""
+"""The addresses of this machine: the address that gloo uses, and whether other machines can be reached."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ipaddress
 import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +16,16 @@ from pathlib import Path
 import psutil
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.process import meeting_place
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+HCCL = "HCCL_IF_IP"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 Address = tuple[str, int]
 
 
 def machine() -> str:
-    """Identify this machine's network namespace, inside which a loopback address works; empty if unknown."""
+    """Return an identifier of this machine's network namespace, in which loopback works; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -31,7 +34,7 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """Return the address that gloo binds to: that of ``GLOO_SOCKET_IFNAME``, or else of the host name.
+    """Return the address that gloo binds to: that of ``GLOO_SOCKET_IFNAME``, or otherwise of the host name.
 
     Raises:
         UsageError: the interface does not exist.
@@ -49,19 +52,36 @@ def own_address() -> str:
     return "127.0.0.1"  # as torch
 
 
+def hccl_address() -> str:
+    """Return the address that HCCL was told to use, if this process has loaded torch_npu; empty otherwise.
+
+    Raises:
+        UsageError: it is not an address of this machine.
+    """
+    given = os.environ.get(HCCL, "") if "torch_npu" in sys.modules else ""
+    if given and not meeting_place.is_of_this_machine(given):
+        raise UsageError(
+            f"{HCCL}={given} is not an address of {socket.gethostname()}, whose addresses are: "
+            f"{', '.join(interfaces().values()) or 'none'}",
+            remedy=f"Export the address of this machine in the cluster's network, or unset {HCCL}.",
+        )
+    return given
+
+
 def _of_interface(name: str) -> str:
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family in _FAMILIES]
     if not found:
         raise UsageError(
-            f"{INTERFACE}={name} names no usable interface on {socket.gethostname()}",
-            f"an interface with an address: {', '.join(interfaces()) or 'there is none'}",
-            "Export the interface of the cluster's network.",
+            f"{INTERFACE} is set to {name}, which names no interface with an address on "
+            f"{socket.gethostname()}; the interfaces with an address are: "
+            f"{', '.join(interfaces()) or 'none'}",
+            remedy="Export the interface of the cluster's network.",
         )
     return found[0].partition("%")[0]
 
 
 def interfaces() -> dict[str, str]:
-    """Return the addresses of this machine's non-loopback interfaces, by name."""
+    """Return the addresses of this machine's non-loopback interfaces, keyed by interface name."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:

@@ -35,9 +35,9 @@ def require_open_files(ranks: int) -> None:
         return
     if not _allows(hard, used + more):
         raise UsageError(
-            f"the limit is {hard} open files (ulimit -Hn), {used} of which are in use",
-            f"room for {more} more for {ranks} rank{'s' * (ranks > 1)}",
-            "Raise the limit before the run starts: ulimit -n, limits.conf, docker run --ulimit "
+            f"{ranks} rank{'s' * (ranks > 1)} on this machine need{'s' * (ranks == 1)} {more} more open "
+            f"files, but the limit is {hard} (ulimit -Hn), {used} of which are in use",
+            remedy="Raise the limit before the run starts: ulimit -n, limits.conf, docker run --ulimit "
             "nofile=65536.",
         )
     logger.info("raised the open-file limit from %d to %d", soft, used + more)

@@ -1,4 +1,4 @@
-"""The current phase of the main thread, entered by name by the code that runs it."""
+"""The current phase of the main thread, which the code that the thread runs enters by name."""
 
 from __future__ import annotations
 

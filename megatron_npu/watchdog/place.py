@@ -1,4 +1,4 @@
-"""The current position of the main thread, which another thread reads from its stack at no cost to it."""
+"""The current position of the main thread, which another thread reads from its stack at no cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAIT = "selectors"  # in which they do so
 
 @dataclass(frozen=True)
 class Place:
-    """Description of what a thread is doing.
+    """A description of what a thread is doing.
 
     Attributes:
         phase: the phase of the run; see ``phases``.

@@ -1,4 +1,4 @@
-"""The watchdog of this process: started by the first code that calls ``begin``, and stopped with the run."""
+"""The watchdog of this process, which is started by the first call of ``begin`` and stopped with the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _OfProcess:
     Attributes:
         step: the number of the current training step.
         runs: the number of multi-rank runs watched so far.
-        watch: the active watchdog; None: there is none.
+        watch: the active watchdog, or None.
     """
 
     step = 0
@@ -76,7 +76,7 @@ def failed(error: BaseException) -> bool:
     The other ranks are still watched, because the exit may hang too.
 
     Returns:
-        Whether another rank caused it; if so, this has been printed.
+        True if another rank caused the error, in which case this has been printed.
     """
     return _process.watch is not None and _process.watch.failed(error)
 

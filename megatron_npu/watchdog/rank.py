@@ -33,7 +33,7 @@ _EXIT = 1
 
 
 class _StoreEndedError(Exception):
-    """The process that hosted the store has ended."""
+    """Raised when the process that hosted the store has ended."""
 
 
 class Rank:
@@ -41,8 +41,8 @@ class Rank:
 
     Args:
         board: the records of the run.
-        rank, ranks: its number, and the number of ranks.
-        limit: maximum seconds without a heartbeat or progress.
+        rank, ranks: the number of the rank, and the number of ranks.
+        limit: the maximum number of seconds without a heartbeat or progress.
         step_now: see ``begin``.
     """
 
@@ -92,7 +92,7 @@ class Rank:
     # -- what the main thread does
 
     def failed(self, error: BaseException) -> bool:
-        """See ``process_watch.failed``."""
+        """Determine whether another rank caused an error; see ``process_watch.failed``."""
         if self._blamed:
             return self._told.is_set()
         self._blamed = True
@@ -110,7 +110,7 @@ class Rank:
         return self._told.is_set()
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the process with an error, but do not print it if another rank is the reported cause."""
+        """End the process with an error, which is not printed if another rank is the reported cause."""
         if os.getpid() == self._owner:
             self.failed(error)
             if self._told.is_set() and (isinstance(error, RuntimeError) or _is_of_a_collective(error)):
@@ -193,8 +193,8 @@ class Rank:
         """Wait, and handle processes on this machine that have ended.
 
         Raises:
-            _StoreEndedError: the store ended with one of them. A request to it would print a page of C++
-                messages.
+            _StoreEndedError: the store ended with one of them. A request to the store would print a page of
+                C++ messages.
         """
         for process in self._deaths.wait(seconds):
             if process.rank == 0 and _rank_0_holds_store():
@@ -202,7 +202,7 @@ class Rank:
             self._ended(process)
 
     def _ended(self, process: Process) -> None:
-        """Report why a process has ended."""
+        """Report the reason why a process has ended."""
         error = self._board.left(process.rank)
         if error == "" or self._has_own_error:
             return
@@ -260,7 +260,7 @@ class Rank:
             self._neighbour, self._heard = living[0], (-1, time.monotonic())
 
     def _listen(self, word: Word) -> None:
-        """Check that the neighbour's heartbeat, of which ``word`` is the latest, still advances."""
+        """Check that the neighbor's heartbeat, of which ``word`` is the latest, still advances."""
         if not self._processes or self._neighbour == self._rank:
             return
         if word.number != self._heard[0]:
@@ -278,7 +278,7 @@ class Rank:
             self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
-        """If no rank has moved for too long, report the ranks that the others wait for."""
+        """If no rank has moved for too long, report the ranks that the other ranks wait for."""
         if self._stillness.still < self._limit or not self._processes:
             return
         living = self._living(self._processes)
@@ -359,12 +359,12 @@ class Rank:
             return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
 
     def _first_ends(self, seconds: float) -> bool:
-        """Return whether rank 0, and the store with it, ends before the time is up or a wake-up."""
+        """Return True if rank 0, and the store with it, ends before the timeout or a wake-up."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
 
 
 def _limit_exit() -> None:
-    """Let SIGALRM end this process in ``_PATIENCE`` seconds, because its exit may hang.
+    """Make SIGALRM end this process in ``_PATIENCE`` seconds, because its exit may hang.
 
     The interpreter's shutdown waits for unfinished operations with ranks that are lost, without ever running
     Python's threads again.
@@ -376,9 +376,9 @@ def _limit_exit() -> None:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes has a type that collectives raise when a rank is gone.
+    """Return True if an error, or one of its causes, has a type that collectives raise if a rank is lost.
 
-    0.16.1 turns every error during dataset construction into a plain ``Exception``.
+    0.16.1 converts every error during dataset construction to a plain ``Exception``.
     """
     for _ in range(_CAUSES):  # an error may be its own cause
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
@@ -388,7 +388,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _is_of_a_launcher_elsewhere(first: Process) -> bool:
-    """Return whether an agent on another machine hosts the store; it outlives all ranks that end normally."""
+    """Return True if an agent on another machine hosts the store; it outlives ranks that end normally."""
     own = Process.own(-1)
     return not _rank_0_holds_store() and (first.host, first.space) != (own.host, own.space)
 

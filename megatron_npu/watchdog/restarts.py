@@ -1,4 +1,4 @@
-"""``torchrun --max-restarts``: detect stale addresses in a store that a previous attempt has used."""
+"""Support for ``torchrun --max-restarts``: detect stale addresses in a store used by an earlier attempt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _REMEDY = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def require_fresh_store() -> None:
     """Check that a rank restarted by torchrun uses a store of its own attempt.
 
-    By default torchrun keeps the store (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712), with
-    the addresses of dead processes: a rank that reads them before they are overwritten waits or fails.
+    By default, torchrun keeps the store (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712), with
+    the addresses of dead processes: a rank that reads these before they are overwritten waits or fails.
 
     Raises:
         UsageError: the store belongs to an earlier attempt.
@@ -21,15 +21,14 @@ def require_fresh_store() -> None:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(
-            "torchrun restarted this run with the store of the previous attempt, which contains "
-            "addresses of dead processes",
-            f"{_REMEDY}=1 in torchrun's environment",
-            "Set it and start the run again; with --load it resumes from its last checkpoint.",
+            "torchrun restarted this run with the store of the previous attempt, which contains addresses "
+            f"of dead processes; restarts require {_REMEDY}=1 in torchrun's environment",
+            remedy="Set it and start the run again; with --load it resumes from its last checkpoint.",
         )
 
 
 def attempt() -> str:
-    """Return an identifier of this attempt in the store of the run, the same on all its ranks.
+    """Return an identifier of this attempt in the store of the run, which is the same on all its ranks.
 
     If torchrun's agent shares its store, the store survives restarts, and all agents count restarts alike. If
     each attempt has its own store, no identifier is needed, and the counts differ: a machine that joined

@@ -1,4 +1,4 @@
-"""Measure how long the main thread has stood still: without moving, and without others working for it."""
+"""Measure how long the main thread has made no progress, and neither have others that work for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Stillness:
     """Checks about once a second where the main thread is.
 
     Args:
-        limit: maximum seconds without progress.
-        step_now: returns the number of the training step; 0: none has started.
+        limit: the maximum number of seconds without progress.
+        step_now: returns the number of the training step, or 0 if none has started.
     """
 
     def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
@@ -31,7 +31,7 @@ class Stillness:
         self.still = 0.0  # seconds, at the last look
 
     def look(self) -> Beat:
-        """Return where the main thread is now, and for how long it has not moved."""
+        """Return where the main thread is now, and how long it has not moved."""
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if now - self._looked > _PAUSE:  # this thread has not looked either
             self._moved += now - self._looked
@@ -49,7 +49,7 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
-        """Return whether others compute for the idle main thread, or a save or load makes progress."""
+        """Return True if others compute for the idle main thread, or a save or load makes progress."""
         if self._elsewhere.computes():
             return True
         return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)

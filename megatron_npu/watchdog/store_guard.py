@@ -1,4 +1,4 @@
-"""End a rank whose network is cut off: the connection to the store would only fail after 15 minutes.
+"""End a rank whose network is lost, because the connection to the store would fail only after 15 minutes.
 
 The watchdog's own thread waits for the store, so a second thread checks whether the store still answers.
 """
@@ -22,7 +22,7 @@ class StoreGuard:
     """A thread that ends the process if the store does not answer in time.
 
     Args:
-        limit: maximum seconds without an answer.
+        limit: the maximum number of seconds without an answer.
         tell: returns the message for a number of seconds.
     """
 
@@ -37,7 +37,7 @@ class StoreGuard:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, because the store is no longer used."""
+        """Stop the thread; call this when the store is no longer used."""
         self._stopping.set()
 
     def answered(self) -> None:

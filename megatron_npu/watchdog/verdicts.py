@@ -15,15 +15,15 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return the message for a process that ended with ``error``; None: it did not report one."""
-    how = f"exited with {error}" if error else "exited without an error message (killed?)"
+    """Return the message for a process that ended with ``error``, or None if it did not report an error."""
+    how = f"exited with {error}" if error else "exited without an error message (it may have been killed)"
     return f"{process} {how}; last seen {beat}"
 
 
 def silent(
     others: Sequence[Process], before: Sequence[_Numbered], after: Sequence[_Numbered]
 ) -> list[tuple[Process, _Numbered]]:
-    """Return the ranks whose heartbeat did not change between two reads, with that heartbeat."""
+    """Return the ranks whose heartbeat did not change between two reads, with the heartbeat."""
     told = zip(others, before, after, strict=True)
     return [(process, word) for process, word, later in told if word.number == later.number]
 
@@ -42,15 +42,15 @@ def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
 
 
 def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
-    """Return the ranks that the others wait for, if no rank makes progress.
+    """Return the ranks that the other ranks wait for, if no rank makes progress.
 
     Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
-    one. If neither criterion applies, all are returned.
+    step. If neither criterion applies, all ranks are returned.
 
     Args:
-        living: ranks that have not ended.
+        living: the ranks that have not ended.
         beats: the last heartbeat of each rank.
-        still: seconds without progress after which a rank counts as hanging.
+        still: the number of seconds without progress after which a rank counts as hanging.
 
     Returns:
         The ranks; empty if a rank has moved since, or waits for something outside the run.
@@ -68,13 +68,13 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
 
 
 def of_late(waited_for: Sequence[Told], limit: float) -> str:
-    """Return the message about late ranks: which they are, where they are, and their stacks."""
+    """Return the message about late ranks, which names them and includes their positions and stacks."""
     told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
     return f"no rank has made progress for {limit:.0f} s: {told}{_stacks(waited_for)}"
 
 
 def _stacks(waited_for: Sequence[Told]) -> str:
-    """Return the stacks of the late ranks: if the host waits for its device, only they show the cause."""
+    """Return the stacks of the late ranks; if the host waits for its device, only they show the cause."""
     if len(waited_for) == 1:
         return waited_for[0][1].stack()
     shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:SHOWN])
@@ -91,7 +91,7 @@ def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
 
 
 def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:
-    """Return the message for a lost store, which rank 0 hosted."""
+    """Return the message for the loss of a store that rank 0 hosted."""
     who = first or "rank 0"
     if has_ended:
         return f"{who} has exited (killed, or with an error), and the run's store with it"

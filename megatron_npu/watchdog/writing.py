@@ -1,9 +1,8 @@
-"""Detect whether a save progresses, and which file blocks it, from the I/O of this process and its children.
+"""Detect from the I/O of this process and its children whether a save progresses, and which file blocks it.
 
 A hanging disk, a network file system without its server, or a lock that is never released makes a save wait
 at one line of Python without using CPU time. A slow save also waits, but bytes are written. A load is judged
-by the bytes read from a disk or network file system, because a process also reads other things than its
-files.
+by the bytes read from a disk or network file system, because a process also reads from other sources.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class Writing:
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Start over, because the main thread has moved."""
+        """Reset the measurement, because the main thread has moved."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:
-        """Return whether enough was written since the last call that returned true, or since the first call.
+        """Return True if enough was written since the last call that returned True, or since the first call.
 
         Args:
-            reads: count the bytes read instead.
+            reads: whether to count the bytes read instead.
         """
         processes, counted = _processes(), _READ if reads else _WRITTEN
         own, to_disk = {pid: _bytes_of(pid, counted) for pid in processes}, _written_to_disk()
@@ -57,9 +56,9 @@ class Writing:
 
 
 def current_file() -> str:
-    """Return the file being written, with its size: that of a blocked call, or else the newest one.
+    """Return the file being written, with its size: that of a blocked call, or otherwise the newest file.
 
-    Empty if none is open.
+    The result is empty if no file is open.
     """
     found: dict[str, os.stat_result] = {}
     for pid in _processes():
@@ -82,7 +81,7 @@ def _processes() -> list[int]:
 
 
 def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
-    """Return how many bytes a process has read or written, including its ended children."""
+    """Return the number of bytes that a process and its ended children have read or written."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(counted))
@@ -90,7 +89,7 @@ def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
 
 
 def _written_to_disk() -> int:
-    """Return how many bytes this machine has written to its disks and network file systems."""
+    """Return the number of bytes that this machine has written to its disks and network file systems."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("nr_written "):
@@ -120,7 +119,7 @@ def _descriptors_waited_with(pid: int) -> Iterator[int]:
 
 
 def _open_files(pid: int) -> Iterator[tuple[int, tuple[str, os.stat_result]]]:
-    """Yield the regular files that a process has open for writing, by descriptor, not standard streams."""
+    """Yield the regular files that a process has open for writing, by descriptor, except standard streams."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError, ValueError):

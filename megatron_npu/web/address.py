@@ -1,4 +1,4 @@
-"""The address on which a server listens, ``[HOST:]PORT``.
+"""The address on which a server listens, in the form ``[HOST:]PORT``.
 
 This module imports only the standard library and no server package.
 """
@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the address."""
+        """True if only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """Parse an address of the form ``[HOST:]PORT``; used as the ``type`` of ``add_argument``.
+    """Parse an address of the form ``[HOST:]PORT``; used as a ``type`` for ``add_argument``.
 
     Raises:
         Unfit: ``text`` is not an address.
@@ -63,9 +63,8 @@ def listening(given: str, wanted: Address) -> socket.socket:
         return socket.create_server(wanted, family=family, backlog=_WAITING)
     except OSError as error:
         raise UsageError(
-            f"{given}: {error.strerror or error}",
-            "an address of this machine, and a free port",
-            f"Use another port (0: any free one), or the host {LOOPBACK}.",
+            f"cannot listen on {given}: {error.strerror or error}. It must be an address of this machine "
+            f"with a free port. Use another port (0 selects any free one), or the host {LOOPBACK}."
         ) from error
 
 
@@ -89,7 +88,6 @@ def require_packages(asking: str) -> None:
     if missing:
         names = " and ".join(missing)
         raise UsageError(
-            f"{asking} needs the packages {names}, which are not installed",
-            names,
-            f"pip install {' '.join(missing)}",
+            f"{asking} requires the packages {names}, which are not installed. Install them: pip install "
+            f"{' '.join(missing)}"
         )

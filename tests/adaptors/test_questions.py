@@ -39,5 +39,5 @@ def test_answers_are_not_evaluated(tree: str, tmp_path: Path) -> None:
     assert not mark.exists()
     assert "'answers': ['Paris', 'Paris, France']" in done.stdout
     assert done.returncode == 2, done.stderr
-    assert "bad.tsv, line 2 is not a question with answers" in done.stderr
+    assert "bad.tsv, line 2 must contain a question" in done.stderr
     assert "Traceback" not in done.stderr

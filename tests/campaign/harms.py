@@ -340,7 +340,7 @@ def second(trial: Trial, phase: str) -> None:
     code = trial.wait(other)
     told = (trial.folder / "second-errors.txt").read_text() + (trial.folder / "second-log.txt").read_text()
     unharmed = trial.process is not None and trial.process.poll() is None
-    if "another run is writing there" not in told and unharmed:
+    if "another run is writing to --save" not in told and unharmed:
         raise FaultError("unnamed", f"a second run: exit code {code}: {told[-1500:]}")
     _require_unharmed(trial)
 

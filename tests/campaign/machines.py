@@ -155,12 +155,14 @@ class Trial:
         out: the folder of what they say.
         command: see ``COMMANDS``.
         plan: see ``Plan``.
+        own: variables of a single machine, by its number.
     """
 
     them: Cluster
     out: Path
     command: Command
     plan: Plan
+    own: dict[int, dict[str, str]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -200,13 +202,16 @@ class Trial:
             **({} if self.plan.simulated else {"MEGATRON_NPU_DEVICE": "cpu"}),
             **self.command.variables,
         }
+        own = [f"{name}={value}" for name, value in self.own.get(machine.number, {}).items()]
         where = f"--nnodes {len(self.them.machines)} --node-rank {machine.number - 1}"
         fixed = [*where.split(), "--master-addr", "node1", "--master-port", "29500"]
         each = ["--nproc-per-node", str(self.ranks), "-m", "megatron_npu"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *(launcher or fixed), *each]
         with (self.out / f"{machine.number}.log").open("ab") as stream:
             return subprocess.Popen(
-                machine.command("env", "-C", "/tmp/disk", *self.on_devices(self.ranks), *torchrun, *words),
+                machine.command(
+                    "env", "-C", "/tmp/disk", *own, *self.on_devices(self.ranks), *torchrun, *words
+                ),
                 env=env,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -317,9 +322,9 @@ def parts(trial: Trial) -> list[str]:
     return faults + ([] if whole.stdout.endswith(": whole\n") else [whole.stdout + whole.stderr])
 
 
-def losses(trial: Trial) -> list[str]:
+def losses(trial: Trial, *flags: str, tolerance: float = 2e-6) -> list[str]:
     """A training over the machines: the losses of as many ranks on one machine."""
-    words = trial.words(4)
+    words = trial.words(4, *flags)
     found = trial.run(words)
     if any(code != 0 for code in found.codes):
         return [f"codes {found.codes}"]
@@ -335,7 +340,7 @@ def losses(trial: Trial) -> list[str]:
         check=False,
     )
     here, there = ([*map(float, re.findall(LOSS, text))] for text in ("".join(found.logs), alone.stdout))
-    same = len(here) == len(there) > 0 and all(abs(a - b) < 2e-6 * abs(b) for a, b in zip(here, there))  # noqa: B905
+    same = len(here) == len(there) > 0 and all(abs(a - b) < tolerance * abs(b) for a, b in zip(here, there))  # noqa: B905
     return [] if same else [f"losses {here}, of one machine {there}"]
 
 
@@ -386,9 +391,18 @@ def cut_for_a_while(trial: Trial) -> list[str]:
 
 def preempted(trial: Trial) -> list[str]:
     """Each launcher gets SIGTERM, as of a batch system: a last save, from which the next run goes on."""
-    save = str(trial.shared / "save")
-    flags = ["--save", save, "--load", save, "--save-interval", "100000", "--exit-signal-handler"]
+    save = trial.shared / "save"
+    flags = ["--save", str(save), "--load", str(save), "--save-interval"]
+    if trial.command.words is _deepspeed:  # 8387ae17 has no such flag: it goes on from its last interval
+        flags += ["3"]
+    else:
+        flags += ["100000", "--exit-signal-handler"]
     started = trial.for_ever(*flags)
+    end = time.monotonic() + START
+    while "3" in flags and not (save / "latest_checkpointed_iteration.txt").exists():
+        if time.monotonic() > end:
+            return ["it did not save"]
+        time.sleep(1)
     if started is None:
         return ["it did not train"]
     for machine in trial.them.machines:
@@ -437,7 +451,9 @@ def first_killed(trial: Trial) -> list[str]:
     found = trial.ended(started[1:], 30, time.monotonic())
     faults = [f"codes {found.codes}"] * (None in found.codes)
     for number, log in enumerate(found.logs[1:], 2):
-        if not re.search(r"megatron_npu: rank \d+ exits: .*rank 0 \(node1", log):
+        # torch_npu ends a process for an error of HCCL, which names the rank: often before the watchdog does
+        by_hccl = "|HCCL: a peer is gone .*rank 0 \\(global rank 0, node1" * trial.plan.simulated
+        if not re.search(rf"megatron_npu: rank \d+ exits: .*rank 0 \(node1{by_hccl}", log):
             faults.append(f"machine {number} does not name it")
     return faults
 
@@ -467,6 +483,77 @@ def _refused(trial: Trial, line: str) -> list[str]:
     return faults + [
         f"machine {n} does not say it" for n, log in enumerate(found.logs, 1) if not re.search(line, log)
     ]
+
+
+def wrong_address(trial: Trial) -> list[str]:
+    """The second machine was given an address where nobody is: both end after the wait, and say why."""
+    trial.command.variables["MEGATRON_NPU_RENDEZVOUS_TIMEOUT"] = str(LIMIT)
+    began, words, started = time.monotonic(), trial.words(2), []
+    for machine, address in zip(trial.them.machines, ("node1", "10.77.0.9"), strict=True):
+        place = f"--nnodes 2 --node-rank {machine.number - 1} --master-addr {address} --master-port 29500"
+        started.append(trial.start_on(machine, words, launcher=place.split()))
+    found = trial.ended(started, LIMIT + 30, began)
+    lines = (
+        r"error: torchrun on machine 0 \(node1\) has waited for the other machines at .* node1:29500",
+        r"error: torchrun on machine 1 \(node2\) cannot reach .* 10\.77\.0\.9:29500 \(.*: \d+ attempts in",
+    )
+    faults = [] if all(found.codes) else [f"codes {found.codes}"]
+    return faults + [
+        f"machine {n} does not say it"
+        for n, (log, line) in enumerate(zip(found.logs, lines, strict=True), 1)
+        if not re.search(line, log)
+    ]
+
+
+def hccl_address(trial: Trial) -> list[str]:
+    """HCCL was given an address on each machine that the other one does not reach."""
+    for each in trial.them.machines:
+        each.sh(f"ip addr add 10.88.0.{each.number}/32 dev lo")
+        trial.own[each.number] = {"HCCL_IF_IP": f"10.88.0.{each.number}"}
+    return _refused(trial, r"node1 cannot reach node2 at its HCCL_IF_IP 10\.88\.0\.2:\d+")
+
+
+def private_load(trial: Trial) -> list[str]:
+    """Each machine has only its own files, and then the second one none: loaded whole, or refused."""
+    folder = "/tmp/disk/save"
+    ends = ["--exit-interval", "2"] if trial.command.words is not _train else ["--train-iters", "2"]
+    save = ["--save", folder, "--save-interval", "2", "--save-per-machine"]
+    found = trial.run([*trial.words(4, *save), *ends])
+    if any(found.codes):
+        return [f"codes {found.codes} of the first run"]
+    began = [len(log) for log in found.logs]
+    found = trial.run(trial.words(4, "--load", folder))
+    said = [log[begin:] for log, begin in zip(found.logs, began, strict=True)]
+    faults = [f"codes {found.codes} of the run that loads"] if any(found.codes) else []
+    if not re.search(r"resuming from iteration 2|successfully loaded .* iteration 2", "".join(said)):
+        faults.append("it has not resumed")
+    began = [len(log) for log in found.logs]
+    shutil.rmtree(trial.them.folder / "disk2" / "disk" / "save")
+    found = trial.run(trial.words(4, "--load", folder))
+    said = [log[begin:] for log, begin in zip(found.logs, began, strict=True)]
+    faults += [] if all(found.codes) else [f"codes {found.codes} of the run without a part"]
+    return faults + ([] if re.search(r"error: .*node2", "".join(said)) else ["node2 is not named"])
+
+
+def kernels(trial: Trial) -> list[str]:
+    """A cache on each machine, and no compiler on the second: one compilation, and the same losses."""
+    for machine in trial.them.machines:
+        folder = trial.them.folder / f"disk{machine.number}" / "disk" / "bin"
+        folder.mkdir()
+        for file in Path("/usr/bin").iterdir():
+            if not re.search(r"g\+\+|c\+\+|clang|gcc|^cc$", file.name):
+                (folder / file.name).symlink_to(file)
+        trial.own[machine.number] = {"PATH": "/tmp/disk/bin", "XDG_CACHE_HOME": "/tmp/disk/cache"}
+    compiler = trial.them.folder / "disk1" / "disk" / "bin" / "g++"
+    compiler.write_text('#!/bin/sh\necho "$*" >> /tmp/disk/compiled\nPATH=/usr/bin exec /usr/bin/g++ "$@"\n')
+    compiler.chmod(0o755)
+    # with and without the kernels, dropout draws other numbers
+    faults = losses(trial, "--attention-dropout", "0", "--hidden-dropout", "0", tolerance=1e-5)
+    compiled = (trial.them.folder / "disk1" / "disk" / "compiled").read_text().splitlines()
+    count = sum("kernels.cpp" in line for line in compiled)
+    faults += [] if count == 1 else [f"{count} compilations of kernels.cpp on machine 1"]
+    told = re.search(r"compiled kernels .*there is no g\+\+ on PATH", trial.log(2))
+    return faults + ([] if told else ["machine 2 does not say that it has no compiler"])
 
 
 def elastic(trial: Trial) -> list[str]:
@@ -565,6 +652,8 @@ EACH: dict[str, tuple[int, Look]] = {  # machines, and what is done to each comm
     "parts": (2, parts),
     "loopback": (2, loopback),
     "firewall": (2, firewall),
+    "wrong-address": (2, wrong_address),
+    "private-load": (2, private_load),
     "losses-data-parallel": (2, losses),
     "cut": (2, cut),
     "cut-for-a-while": (2, cut_for_a_while),
@@ -587,6 +676,10 @@ def trials() -> dict[str, Plan]:
     found = {
         "doctor": Plan(2, "driver", doctor),
         "doctor-private-folder": Plan(2, "driver", private_folder),
+        "kernels": Plan(2, "driver", kernels, ranks=2),
+        "kernels/stock-0.16.1": Plan(2, "stock-0.16.1", kernels, ranks=2),
+        "wrong-address-npu/driver": Plan(2, "driver", wrong_address, simulated=True),
+        "hccl-address-npu/driver": Plan(2, "driver", hccl_address, simulated=True),
         "elastic": Plan(2, "driver", elastic),
         "elastic/train": Plan(2, "train", elastic),
     }
@@ -633,10 +726,15 @@ def main(argv: list[str] | None = None) -> int:
         seconds = round(time.monotonic() - began)
         print(f"{name}: {'; '.join(faults) or 'as it should'} ({seconds} s)", flush=True)
         if given.output:
-            row = {"faults": faults, "seconds": seconds, "date": time.strftime("%F"), "commit": _commit()}
-            text = json.dumps({**_results(given.output), name: row}, indent=1, sort_keys=True)
-            given.output.write_text(text + "\n", encoding="utf-8")
+            record(given.output, name, faults, seconds=seconds)
     return int(bool(failed))
+
+
+def record(output: Path, name: str, faults: list[str], **more: Any) -> None:
+    """Add the result of a trial to a JSON file, with date and commit."""
+    row = {"faults": faults, **more, "date": time.strftime("%F"), "commit": _commit()}
+    text = json.dumps({**_results(output), name: row}, indent=1, sort_keys=True)
+    output.write_text(text + "\n", encoding="utf-8")
 
 
 def _found(trial: Trial) -> list[str]:

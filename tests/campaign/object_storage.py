@@ -1,15 +1,18 @@
-"""Checkpoints of a stock script in an object storage, which is moto's S3 here: object_storage.py (by hand)
+"""Checkpoints of stock scripts in an object storage, which is moto's S3 here: object_storage.py (by hand)
 
-Needs the packages multi-storage-client and moto[server] (a venv of its own does, on PYTHONPATH). A run of
-0.16.1's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a run
-that saves to a disk, each checkpoint is whole by its last object, and what upstream's writers do not reach is
-refused in one line.
+Needs the packages multi-storage-client and moto[server] (a venv of its own does, on PYTHONPATH). A run of a
+megatron-core's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a
+run that saves to a disk, and each checkpoint is whole by its last object. Another run is killed as soon as an
+object of its second checkpoint exists: this one is not whole, and the next run resumes from the first. What
+upstream's writers do not reach is refused in one line.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from typing import Any
 
 import boto3
 
+from tests.campaign import machines
 from tests.conftest import ROOT, checkout
 from tests.support import ports, stock_core
 
@@ -39,9 +43,9 @@ REFUSED = {
 }
 
 
-def trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
-    """Run the script in a folder; return its code and what it said."""
-    tree = checkout("megatron_core", "0.16.1")
+def started(version: str, folder: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """Start a version's script in a folder."""
+    tree = checkout("megatron_core", version)
     own = {
         "MSC_CONFIG": str(folder / "msc.yaml"),
         "MEGATRON_LM_PATH": str(tree),
@@ -50,24 +54,53 @@ def trained(folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *flags]
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *launcher, "-m", "megatron_npu", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=1200,
-        check=False,
+        start_new_session=True,
     )
-    return done.returncode, done.stdout
+
+
+def trained(version: str, folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
+    """Run a version's script in a folder; return its code and what it said."""
+    process = started(version, folder, *flags, ranks=ranks)
+    text = process.communicate(timeout=1200)[0]
+    return process.returncode, text
+
+
+def names(store: Any) -> list[str]:
+    """Return the names of all objects."""
+    return [each["Key"] for each in store.list_objects_v2(Bucket="checkpoints").get("Contents", [])]
+
+
+def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[str]:
+    """Kill a run in its second save, and return what is wrong with the next run."""
+    place = ADDRESS.replace("/run", "/killed")
+    flags = ["--save", place, "--load", place, "--save-interval", "2"]
+    process = started(version, folder, *flags)
+    while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    first = losses(process.communicate(timeout=60)[0])[:2]
+    if "killed/iter_0000004/_SUCCESS" in names(store):
+        return ["the run was killed too late: its second checkpoint is whole"]
+    code, text = trained(version, folder, *flags)
+    faults = [] if code == 0 else [f"the run after a kill: code {code}: {text[-1500:]}"]
+    if not re.search(r"loaded checkpoint from .* at iteration 2\b", text):
+        faults.append(f"the run after a kill has not resumed from iteration 2: {text[-800:]}")
+    whole = [*first, *losses(text)]
+    return faults + ([] if whole == expected else [f"losses after a kill {whole}, without {expected}"])
 
 
 def losses(text: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", text)
 
 
-def look(folder: Path, store: Any) -> list[str]:
+def look(version: str, folder: Path, store: Any) -> list[str]:
     """Return what is wrong."""
     faults = []
     both = {ADDRESS: "storage", str(folder / "disk"): "disk"}
@@ -75,7 +108,7 @@ def look(folder: Path, store: Any) -> list[str]:
     for place, name in both.items():
         flags = ["--save", place, "--load", place, "--save-interval", "2"]
         for more in (["--exit-interval", "2"], ["--async-save", "--use-persistent-ckpt-worker"]):
-            code, text = trained(folder, *flags, *more)
+            code, text = trained(version, folder, *flags, *more)
             found.setdefault(name, []).extend(losses(text))
             if code:
                 faults.append(f"{name} {more}: code {code}: {text[-1500:]}")
@@ -89,15 +122,36 @@ def look(folder: Path, store: Any) -> list[str]:
     faults += [f"{each} has no _SUCCESS" for each in checkpoints if f"run/{each}/_SUCCESS" not in by_name]
     if not checkpoints or "run/latest_checkpointed_iteration.txt" not in by_name:
         faults.append(f"no checkpoint among {sorted(by_name)}")
+    faults += killed(version, folder, store, found["disk"])
     for name, (flags, line) in REFUSED.items():
-        code, text = trained(folder, *flags, "--save-interval", "2", ranks=1)
+        code, text = trained(version, folder, *flags, "--save-interval", "2", ranks=1)
         if code != 1 or not re.search(line, text):
             faults.append(f"{name}: code {code}: {text[-800:]}")
     return faults
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Print what is wrong; return 1 if something is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", nargs="+", default=["0.16.1"], help="of megatron-core")
+    parser.add_argument(
+        "--output", type=Path, help="a JSON file of results, to which each version's is added"
+    )
+    given = parser.parse_args(argv)
+    failed = False
+    for version in given.version:
+        faults = judged(version)
+        failed = failed or bool(faults)
+        print(f"{version}: {'; '.join(faults) or 'as it should'}", flush=True)
+        if given.output:
+            machines.record(given.output, version, faults)
+    return int(failed)
+
+
+def judged(version: str) -> list[str]:
+    """Return what is wrong with a version, in a storage of its own."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     port = ports.free_port()
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
@@ -114,11 +168,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
-            faults = look(folder, store)
+            return look(version, folder, store)
     finally:
         server.kill()
-    print("\n".join(faults) or "as it should")
-    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def private(rank: int, port: int, machines: str) -> None:
     """Be a rank in a folder of its own."""
     os.chdir(Path(machines) / str(rank))
     _join(rank, port)
-    with pytest.raises(UsageError, match=r"--save save: what .* \(rank 0\) writes there is not visible on"):
+    with pytest.raises(
+        UsageError, match=r"--save save must be a folder .* what .* \(rank 0\) writes there is not visible on"
+    ):
         shared_folder.require("--save", SAVE)
     with pytest.raises(UsageError, match=r"iter_0000002 on .* \(rank 0\); no checkpoint on .* \(rank 1\)"):
         shared_folder.require_same("--load", SAVE, None if rank else "iter_0000002")

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ def wait_for_ever() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def be_cut_off() -> None:
+    """Let the network of this rank be cut, as the test's proxy sees it, and wait for the others."""
+    (Path(tempfile.gettempdir()) / "cut").touch()
+    threading.Event().wait()
 
 
 BUSY = """
@@ -143,6 +150,7 @@ HARM = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "error": fail,
     "deadlock": wait_for_ever,
+    "cut": be_cut_off,
 }
 
 

@@ -88,5 +88,5 @@ def test_sharded_weights_are_refused() -> None:
         save_keep_last=None,
         save_retain_interval=None,
     )
-    with pytest.raises(UsageError, match="--async-save with sharded weights"):
+    with pytest.raises(UsageError, match="--async-save cannot be used with sharded weights"):
         output.checkpoints(args)

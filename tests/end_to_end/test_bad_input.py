@@ -31,7 +31,8 @@ def test_another_megatron_comes_first(refused, tmp_path, monkeypatch, command):
     make_legacy(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     line = refused(*command.split(), "--load", tmp_path)
-    assert "is megatron_lm unknown; expected megatron-core" in line
+    assert "megatron-core is required, but the Megatron in" in line
+    assert "is megatron_lm unknown. " in line
     assert "start from another folder" in line
 
 
@@ -52,8 +53,8 @@ def test_spoilt_data(refused, flags, copy, ending, spoil):
         (["--no-such-flag"], "--no-such-flag"),
         (["--vocab-size", 100], "token id 255"),
         (["--seq-length", 64], "--max-position-embeddings 32"),
-        (["--tensor-model-parallel-size", 2], "number of processes 1"),
-        (["--global-batch-size", 3, "--micro-batch-size", 2], "--global-batch-size 3"),
+        (["--tensor-model-parallel-size", 2], "the number of processes must be a multiple of"),
+        (["--global-batch-size", 3, "--micro-batch-size", 2], "--global-batch-size must be a multiple of"),
         (["--load", "no/such/directory"], "contains no checkpoint"),
         (["--split", "999,1,0"], "leaves no document of the 100"),
         (["--recompute-granularity", "selective", "--recompute-modules", "nonsense"], "nonsense"),
@@ -66,7 +67,7 @@ def test_flags_that_do_not_fit(refused, flags, changes, named):
 @pytest.mark.parametrize("flag", ["--save", "--json-log", "--tensorboard-dir", "--data-cache-path"])
 def test_places_below_a_file(refused, flags, tmp_path, flag):
     (tmp_path / "file").touch()
-    assert f"{flag}: {tmp_path / 'file'} is a file" in refused(
+    assert f"{flag} requires a directory, but {tmp_path / 'file'} is a file" in refused(
         "pretrain", *flags(flag, tmp_path / "file" / "a" / "b")
     )
 
@@ -198,7 +199,7 @@ def test_several_ranks_speak_once_and_all_end_with_2(flags):
 def test_generate(refused, trained, capsys):
     assert "contains no checkpoint" in refused("generate", "--load", "no/such", "--prompt", "1")
     assert "64 positions" not in refused("generate", "--load", trained, "--prompt", "x")
-    assert "at most the model's 32 positions" in refused(
+    assert "which together exceed the model's 32 positions" in refused(
         "generate", "--load", trained, "--prompt", "1 2", "--num-tokens", "31"
     )
     assert "--bogus" in refused("generate", "--load", trained, "--prompt", "1", "--bogus")
@@ -209,17 +210,22 @@ def test_generate(refused, trained, capsys):
     [
         (
             [],
-            "no prompt and no number of samples; expected --prompt TEXT, --sample-input-file FILE, or "
-            "--num-samples N",
+            "--sample-input-file FILE, or --num-samples N (0 starts an interactive conversation)",
         ),
         (["--prompt", ""], "for unconditional samples use --num-samples 1 without a prompt"),
-        (["--prompt", "1", "--sample-input-file", "f"], "--prompt and --sample-input-file; expected only"),
-        (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt; expected only one"),
-        (["--prompt", " ".join(["1"] * 32)], "the prompt has 32 tokens; expected at most 31"),
-        (["--prompt", "\udcff"], "expected numbers"),
+        (
+            ["--prompt", "1", "--sample-input-file", "f"],
+            "--prompt and --sample-input-file are mutually exclusive",
+        ),
+        (["--prompt", "1", "--num-samples", "0"], "--num-samples 0 and --prompt are mutually exclusive"),
+        (["--prompt", " ".join(["1"] * 32)], "the prompt has 32 tokens, but it must have at most 31"),
+        (["--prompt", "\udcff"], "the text must consist of numbers from 0 to"),
         (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),
         (["--num-samples", "1", "--genfile", "no/such/file"], "its folder does not exist"),
-        (["--num-samples", "1", "--num-layers", "3"], "--num-layers 3; expected 2, the checkpoint's value"),
+        (
+            ["--num-samples", "1", "--num-layers", "3"],
+            "--num-layers must be 2, the checkpoint's value, but got 3",
+        ),
         (
             ["--num-samples", "1", "--tensor-model-parallel-size", "2"],
             "Start torchrun with --nproc-per-node 2",
@@ -256,4 +262,4 @@ def test_a_vocabulary_that_does_not_fit_the_checkpoint(refused, dataset, train, 
     description.write_text(text.replace(": 50300", ": 50000"))
     checksums.renew(description)
     told = refused("generate", "--load", tmp_path / "saved", "--prompt", "a")
-    assert "the tokenizer has 50257 tokens; expected the 50000 tokens that the model was trained with" in told
+    assert "the tokenizer has 50257 tokens, but the model was trained with 50000" in told

@@ -151,6 +151,6 @@ def test_neither_goes_on_for_ever(poisoned, monkeypatch, tmp_path):
 
 def test_going_back_needs_checkpoints(refused, flags, tmp_path):
     rewinding = ["pretrain", *flags("--loss-spike-policy", "rewind")]
-    assert "--save DIR --save-interval N" in refused(*rewinding)
+    assert "requires --save DIR and --save-interval N" in refused(*rewinding)
     saving = [*rewinding, "--save", tmp_path, "--save-interval", 1]
     assert "--no-save-optim" in refused(*saving, "--no-save-optim")

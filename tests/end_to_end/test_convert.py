@@ -311,18 +311,21 @@ def test_a_wrong_mapping_is_found_by_the_logits_and_leaves_nothing(source, tmp_p
 
 def test_without_transformers_the_tensors_are_compared(source, tmp_path, convert, refused, monkeypatch):
     monkeypatch.setattr(verify, "has_reference", lambda: False)
-    assert "transformers is not installed: the logits were NOT compared" in convert(
-        "hf", "megatron", source, tmp_path / "m"
+    assert (
+        'transformers is not installed, so the logits were NOT compared (pip install "megatron_npu[hf]")'
+        in convert("hf", "megatron", source, tmp_path / "m")
     )
     again = ("convert", "--from", "hf", "--to", "megatron", source, tmp_path / "n", "--proof", "logits")
-    assert "but transformers is not installed" in refused(*again)
+    assert "--proof logits requires the package transformers, which is not installed" in refused(*again)
 
 
 def test_bad_input(source, tmp_path, refused):
     def line(*words: object, origin: str = "hf", target: str = "megatron") -> str:
         return refused("convert", "--from", origin, "--to", target, *words)
 
-    assert "two different formats" in line(source, tmp_path / "m", target="hf")
+    assert "--from and --to must be different formats, but got --from" in line(
+        source, tmp_path / "m", target="hf"
+    )
     assert "config.json" in line(tmp_path / "nowhere", tmp_path / "m")
     assert "contains no checkpoint" in line(source, tmp_path / "m", origin="megatron", target="hf")
     assert "exists" in line(source, source)
@@ -437,5 +440,5 @@ def test_added_tokens_and_the_end_of_a_text_survive_both_ways(tmp_path, convert,
     line = ["generate", "--load", str(tmp_path / "m"), "--prompt", os.fsdecode(b"caf\xe9")]
     assert cli.main(line) == 2
     error = capsys.readouterr().err
-    assert "not UTF-8" in error
+    assert "must be valid UTF-8" in error
     assert error.count("\n") == 1

@@ -66,7 +66,7 @@ def test_damaged_weights_are_not_loaded(trained: Path, flags: Callable, refused:
         ["generate", "--load", str(trained), "--prompt", "1 2"],
     ):
         message = refused(*command)
-        assert f"is damaged: {path.name} has different content than when it was saved" in message
+        assert f"is damaged: {path.name} has different content from when it was saved" in message
         assert "--load-last-good" in message
 
 
@@ -112,7 +112,7 @@ def test_none_whole_is_an_error(trained: Path, flags: Callable, refused: Callabl
     for path in trained.glob("iter_*/metadata.json"):
         _flip(path)
     message = refused("pretrain", *flags("--load", trained, "--load-last-good"))
-    assert "none of 3 checkpoints is valid" in message
+    assert "none of the 3 checkpoints has files that match" in message
 
 
 def test_verifying_can_be_left_out(trained: Path, flags: Callable) -> None:
@@ -138,7 +138,7 @@ def test_the_command_lists_inspects_and_verifies(trained: Path, capsys: pytest.C
     assert capsys.readouterr().out.splitlines() == [
         "iter_0000002: metadata.json is missing",
         f"iter_0000004: {_distcp(trained / 'iter_0000004').name} "
-        "has different content than when it was saved",
+        "has different content from when it was saved",
         "iter_0000006: whole",
     ]
     assert cli.main(["checkpoint", "verify", str(trained), "--ckpt-step", "6"]) == 0
@@ -183,7 +183,7 @@ def test_pruning_counts_whole_ones_alone(trained: Path) -> None:
     assert (done.returncode, done.stderr, len(told)) == (1, "", 3)
     assert told[0].startswith("iter_0000006 is damaged and is not counted toward --keep: ")
     assert told[0].endswith(
-        f"{_distcp(trained / 'iter_0000006').name} has different content than when it was saved"
+        f"{_distcp(trained / 'iter_0000006').name} has different content from when it was saved"
     )
     assert told[1:] == [
         "iter_0000005 is damaged and is not counted toward --keep: everything is missing",
@@ -224,7 +224,14 @@ def test_what_cannot_be_removed_is_one_line(
 
 
 def test_bad_input_to_the_command(tmp_path: Path, refused: Callable) -> None:
-    assert "no such directory" in refused("checkpoint", "list", str(tmp_path / "none"))
+    assert "does not exist; it must be the folder" in refused("checkpoint", "list", str(tmp_path / "none"))
     assert "--keep" in refused("checkpoint", "prune", str(tmp_path))
-    assert "list or inspect or verify or sum or prune" in refused("checkpoint", "mend", str(tmp_path))
+    assert "list, inspect, verify, sum, prune" in refused("checkpoint", "mend", str(tmp_path))
     assert "contains no checkpoint" in refused("checkpoint", "inspect", str(tmp_path))
+
+
+def test_a_folder_without_checkpoints_is_reported(tmp_path, refused, capsys):
+    told = refused("checkpoint", "verify", tmp_path)
+    assert f"{tmp_path} contains no checkpoint; it must be the folder that was passed to --save" in told
+    assert cli.main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert f"{tmp_path} contains no checkpoint" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.commands import cli
-from megatron_npu.doctor import collectives, command, operations, software
+from megatron_npu.doctor import collectives, command, launcher, operations, software
 from megatron_npu.doctor.advice import advice
 from megatron_npu.ops import dispatch
 from megatron_npu.upstream import megatrons
@@ -65,12 +66,23 @@ def operation_names() -> set[str]:
     }
 
 
+def _put_torchrun_first(folder: Path, monkeypatch: pytest.MonkeyPatch, first_line: str) -> Path:
+    """Put a ``torchrun`` with this first line first on PATH; a virtual environment need not have one."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "torchrun"
+    script.write_text(f"{first_line}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return script
+
+
 @pytest.fixture
 def inspected(monkeypatch, capsys, tmp_path):
     """Return a function: flags -> the report of a quick examination in this process."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))  # this user's may hold a lock
+    _put_torchrun_first(tmp_path / "bin", monkeypatch, f"#!{sys.executable}")
 
     def run(*flags: str) -> dict:
         code = cli.main(["doctor", "--quick", "--json", *flags])
@@ -116,13 +128,49 @@ def test_an_absent_device_is_told(inspected, monkeypatch):
 def test_a_misspelt_variable_is_told(inspected, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_STRIKT", "1")
     (line,) = inspected()["advice"]
-    assert "expected MEGATRON_NPU_STRICT" in line
+    assert "Use MEGATRON_NPU_STRICT, or unset" in line
 
 
 def test_a_megatron_that_is_too_old_is_told(inspected, megatron):
     (line,) = inspected("--megatron", str(megatron))["advice"]
     assert "megatron-core 0.11.0" in line
     assert "is too old" in line
+
+
+def test_a_torchrun_of_another_python_is_told_first(inspected, megatron, monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    other = tmp_path / "other" / "python3"
+    other.parent.mkdir()
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without packages
+    other.chmod(0o755)
+    script = _put_torchrun_first(tmp_path / "first", monkeypatch, f"#!{other}")
+    report = inspected("--megatron", str(megatron))
+    assert report["launcher"] == {"torchrun": str(script), "python": str(other), "lacks": "megatron_npu"}
+    assert report["advice"][0] == (
+        f"torchrun ({script}) starts {other}, which does not have this package. In place of `torchrun`, type "
+        f"`{sys.executable} -m torch.distributed.run`."
+    )
+    assert len(report["advice"]) == 2
+
+
+@pytest.mark.parametrize("first_line", ["#!/bin/sh", "", "#!/usr/bin/env python3-that-is-absent"])
+def test_a_launcher_whose_python_is_not_known_is_no_fault(first_line, monkeypatch, tmp_path):
+    script = _put_torchrun_first(tmp_path / "bin", monkeypatch, first_line)
+    assert launcher.launcher() == {"torchrun": str(script)}
+    assert launcher._beginning(str(tmp_path)) == ""  # what cannot be read, as a file that is executable only
+    assert launcher.advice(launcher.launcher()) == []
+
+
+def test_a_torchrun_of_another_copy_is_told(monkeypatch, tmp_path):
+    (tmp_path / "megatron_npu").mkdir()
+    (tmp_path / "megatron_npu" / "__init__.py").touch()
+    other = tmp_path / "python3"
+    other.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+    other.chmod(0o755)
+    _put_torchrun_first(tmp_path / "bin", monkeypatch, f"#!/usr/bin/env {other.name}")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (line,) = launcher.advice(launcher.launcher())
+    assert f"starts {other}, which imports another copy of this package ({tmp_path / 'megatron_npu'})" in line
 
 
 def test_the_named_megatron_is_the_one_that_is_looked_at(inspected, megatron, monkeypatch):
@@ -214,7 +262,7 @@ _NPU = {"npu": "8 with hccl", "cuda": "absent", "selected": "npu"}
         ("versions", {"torch": "2.13.0", "torch-npu": "2.13.0"}, "set_env.sh"),
         ("versions", {"torch": "2.13.0", "cuda of torch": "12.8", "nvidia driver": "535.104"}, "nvidia-smi"),
         ("versions", {"torch": "2.13.0", "apex": "0.9.10.dev0"}, "pip uninstall apex"),
-        ("versions", {"torch": "2.13.0", "transformer-engine": "2.1.0"}, "it needs CUDA"),
+        ("versions", {"torch": "2.13.0", "transformer-engine": "2.1.0"}, "it requires CUDA"),
         (
             "devices",
             {**_NPU, "each": [{"device": "npu:0", "free_mib": 3, "total_mib": 64}]},

@@ -71,7 +71,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_killed_one_is_not_in_the_wa
     with started(*endless, seen=tmp_path / "metrics.jsonl", text='"iteration": 1') as process:
         second = tiny.run(*short)
         assert second.returncode == 2
-        assert "another run is writing there" in second.stderr.splitlines()[-1]
+        assert "another run is writing to --save" in second.stderr.splitlines()[-1]
         process.kill()
         process.wait()
     left = tmp_path / ".iter_0000007.partial"

@@ -263,7 +263,10 @@ def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected
     ("argument", "told"),
     [
         ({"shape": 1}, "--model_args shape=…"),
-        ({"max_length": 65}, "at most 64 positions"),
+        (
+            {"max_length": 65},
+            "max_length in --model_args must be at most 64, the number of positions of the model, but got",
+        ),
         ({"device": "mps"}, "--device mps"),
     ],
 )

@@ -110,7 +110,7 @@ def test_every_run_reads_the_weights_of_fsdp(of_two, train, tmp_path, folder):
     [
         (
             "",
-            "whose optimizer state was sharded by Megatron's FSDP; expected --zero-2-memory-optimization or",
+            "that was sharded by Megatron's FSDP, which requires --zero-2-memory-optimization or",
         ),
         (
             "--finetune --make-vocab-size-divisible-by 300",

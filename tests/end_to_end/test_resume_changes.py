@@ -213,7 +213,7 @@ def test_an_override_follows_the_new_rates(resume, kind):
 
 def test_without_a_word_another_schedule_is_refused(resume):
     with pytest.raises(
-        UsageError, match=r"rate is 0.0001 on the .* and 0.01 in the .*--override-opt_param-scheduler"
+        UsageError, match=r"rate is 0.0001 on the .* but 0.01 in the .*--override-opt_param-scheduler"
     ):
         resume("--lr 1e-4 --min-lr 1e-5")
     with pytest.raises(UsageError, match=r"weight decay is 0.5 on the command line"):

@@ -233,7 +233,7 @@ def test_the_client_of_openai(server):
     assert answer.choices[0].logprobs.token_logprobs[0] is None
     parts = client.completions.create(**fields, stream=True)
     assert "".join(part.choices[0].text for part in parts) == answer.choices[0].text
-    with pytest.raises(openai.NotFoundError, match="expected 'tiny-model'"):
+    with pytest.raises(openai.NotFoundError, match="the only model is 'tiny-model'"):
         client.models.retrieve("gpt-5")
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model="tiny-model", messages=[{"role": "user", "content": "1"}])
@@ -261,19 +261,19 @@ def test_a_stop_text_ends_a_text_and_is_not_part_of_it(server):
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
-        (400, b"{", "not UTF-8 JSON"),
-        (400, b"\xff\xfe", "not UTF-8 JSON"),
+        (400, b"{", "must be JSON in UTF-8"),
+        (400, b"\xff\xfe", "must be JSON in UTF-8"),
         (400, {"prompt": ""}, "leave prompt out for an unconditional sample"),
-        (400, {"prompt": "word"}, "expected numbers"),
-        (400, b'{"prompt": "\\ud800"}', "expected numbers"),
+        (400, {"prompt": "word"}, "the text must consist of numbers from 0 to"),
+        (400, b'{"prompt": "\\ud800"}', "the text must consist of numbers from 0 to"),
         (400, b'{"prompt": "a", "\\ud800": 1}', "unknown field"),
         (400, {"prompt": [256]}, "from 0 to 255"),
         (400, {"prompt": "1 " * POSITIONS}, f"at most {POSITIONS - 1}"),
         (400, {"prompt": "1", "max_tokens": POSITIONS}, f"{POSITIONS} positions"),
         (400, {"prompt": "1", "max_tokens": "9"}, "max_tokens"),
         (400, {"prompt": "1", "max_tokens": 0}, "or 0 with echo and logprobs"),
-        (400, {"prompt": "1", "n": 9}, "at most 8 per request"),
-        (404, {"prompt": "1", "model": "gpt-5"}, "expected 'tiny-model'"),
+        (400, {"prompt": "1", "n": 9}, "completions, but at most 8 are allowed per request"),
+        (404, {"prompt": "1", "model": "gpt-5"}, "the only model is 'tiny-model'"),
         (413, b'{"prompt": "' + b"1 " * 500_000 + b'"}', "more than 262144 bytes"),
     ],
 )
@@ -371,7 +371,7 @@ def test_an_address_that_cannot_be_had(server, trained, refused, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     taken = refused("serve", "--load", trained, "--port", server.port)
     assert f"--port {server.port}" in taken
-    assert "--port 70000" in refused("serve", "--load", trained, "--port", "70000")
+    assert "but got 70000" in refused("serve", "--load", trained, "--port", "70000")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (360, True)])
@@ -395,7 +395,7 @@ def test_the_page_in_a_browser(server, tmp_path, width, dark):
         page.value(
             "document.getElementById('prompt').value = 'word'; document.getElementById('generate').click()"
         )
-        page.wait("document.getElementById('status').textContent.includes('expected numbers')")
+        page.wait("document.getElementById('status').textContent.includes('must consist of numbers')")
         page.value("document.getElementById('prompt').value = '1'")
         page.value("document.getElementById('max_tokens').value = '32000'")
         page.value("document.getElementById('temperature').value = '0'")

@@ -103,8 +103,8 @@ def test_without_a_number_of_tokens_as_many_as_fit(server):
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "at most 127"),
         ({"messages": []}, "one or more"),
         ({"max_tokens": 128}, "128 positions"),
-        ({"n": 9}, "at most 8 per request"),
-        ({"model": "gpt-5"}, "expected 'chatty'"),
+        ({"n": 9}, "completions, but at most 8 are allowed per request"),
+        ({"model": "gpt-5"}, "the only model is 'chatty'"),
     ],
 )
 def test_bad_requests_are_told(server, fields, told):

@@ -88,7 +88,7 @@ def test_the_last_save_to_one_that_does_not_answer_is_named(
     code, said = runs["dead"].wait(LONGEST), (folder / "dead" / "said").read_text()
     assert code == 1, said
     told = (
-        rf"the run is stopped: it has made no progress for {LIMIT} s: "
+        rf"the run is stopped: it has made no progress for {LIMIT} s; "
         r"it is saving, at \S+:\d+ in \w+ \(step 2\)"
     )
     file = r"and makes no progress with \S+\.distcp \([\d,]+ bytes\)"

@@ -58,7 +58,7 @@ def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused, 
     (tmp_path / "torch" / "release").rename(tmp_path / "torch" / "iter_0000003")
     (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("3")
     line = flags(*run, "--load", tmp_path / "torch")
-    assert "expected --finetune, or --no-load-optim" in refused("pretrain", *line)
+    assert "it requires --finetune or --no-load-optim" in refused("pretrain", *line)
     assert "--num-layers 3 (checkpoint: 2)" in refused("pretrain", *line, "--finetune", "--num-layers", 3)
     assert "a vocabulary of 512 tokens" in refused("pretrain", *line, "--finetune", "--vocab-size", 600)
     torn = Path(shutil.copytree(tmp_path / "torch" / "iter_0000003", tmp_path / "torch" / "iter_0000005"))
@@ -74,15 +74,15 @@ def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused,
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     line = "convert --from hf --to megatron --proof tensors".split()
     tensor, target = "--tensor-model-parallel-size", tmp_path / "m"
-    assert "parallel sizes only with --to megatron --ckpt-format torch" in refused(
+    assert "can be used only with --to megatron --ckpt-format torch" in refused(
         *line, tensor, 2, source, target
     )
     line += ["--ckpt-format", "torch"]
-    assert "a divisor of num_attention_heads 4" in refused(*line, tensor, 3, source, target)
-    assert "a divisor of the 2 layers" in refused(*line, "--pipeline-model-parallel-size", 4, source, target)
+    assert "must divide num_attention_heads 4" in refused(*line, tensor, 3, source, target)
+    assert "must divide the 2 layers" in refused(*line, "--pipeline-model-parallel-size", 4, source, target)
     for name in ("vocab.json", "merges.txt"):
         (source / name).unlink()
-    assert "a model without GPT-2's tokenizer" in refused(*line, source, target)
+    assert "requires GPT-2's vocab.json and merges.txt" in refused(*line, source, target)
     shutil.rmtree(source)
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

@@ -155,7 +155,7 @@ def test_stock_scripts_run_nothing(version, put, saved, tmp_path, dataset):
 
 def test_what_switches_torchs_safety_off_is_refused(refused, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    assert "MEGATRON_NPU_TRUST_FILES=1 set as well" in refused("generate", "--load", "x", "--prompt", "y")
+    assert "or also set MEGATRON_NPU_TRUST_FILES=1" in refused("generate", "--load", "x", "--prompt", "y")
     monkeypatch.setenv("MEGATRON_NPU_TRUST_FILES", "1")
     assert "contains no checkpoint" in refused("generate", "--load", "x", "--prompt", "y")
 

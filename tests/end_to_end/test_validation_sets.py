@@ -104,9 +104,12 @@ def test_two_processes_measure_the_same(own, tmp_path):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--full-validation --mock-data", "--full-validation with --mock-data"),
-        ("--multiple-validation-sets", "--multiple-validation-sets without --valid-data-path"),
-        ("--full-validation --data-path 1 {data} 2 {data}", "--full-validation with weights in --data-path"),
+        ("--full-validation --mock-data", "--full-validation cannot be used with --mock-data"),
+        ("--multiple-validation-sets", "--multiple-validation-sets requires --valid-data-path"),
+        (
+            "--full-validation --data-path 1 {data} 2 {data}",
+            "--full-validation does not support weights in --data-path",
+        ),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(refused, dataset, words, named):

@@ -99,12 +99,13 @@ def test_a_model_that_gives_no_numbers_is_trained_on_without_a_sample(train, tmp
 
 
 def test_prompts_that_cannot_be_are_refused(refused, flags):
-    assert "--sample-prompt has 32 tokens; expected at most 31" in refused(
-        "pretrain", *flags("--sample-prompt", "1 " * 32)
+    assert (
+        "--sample-prompt must have at most 31 tokens, one less than --max-position-embeddings, but has 32"
+        in refused("pretrain", *flags("--sample-prompt", "1 " * 32))
     )
-    assert "the text 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))
+    assert "but got 'hello'" in refused("pretrain", *flags("--sample-prompt", "hello"))
     line = refused("pretrain", *flags("--sample-prompt", "1", "--sample-temperature", -1))
-    assert "--sample-temperature -1" in line
+    assert "--sample-temperature must be a non-negative number, but got -1" in line
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_the_dashboard_tells_how_a_run_failed(train, tmp_path, capsys):
 def test_a_dashboard_without_numbers_or_port_is_refused(flags, refused, tmp_path):
     assert "--save, --tensorboard-dir or --json-log" in refused("pretrain", *flags("--dashboard", 0))
     line = refused("pretrain", *flags("--dashboard", "localhost", "--save", tmp_path))
-    assert "--dashboard localhost; expected a port from 0 to 65535, or HOST:PORT" in line
+    assert "--dashboard must be a port from 0 to 65535, or HOST:PORT, but got localhost" in line
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = refused("pretrain", *flags("--dashboard", port, "--save", tmp_path))

@@ -79,7 +79,7 @@ def test_its_flags_are_read_and_refused_to_others(
     assert swapped.losses != as_they_are.losses
     other = ["causal_lm" if word == "next_sentence" else word for word in argv]
     assert cli.main(["train", *other, "--swap-texts"]) == 2
-    assert "--swap-texts with --task causal_lm, which does not read it" in capsys.readouterr().err
+    assert "--swap-texts is not used by --task causal_lm; it applies only to" in capsys.readouterr().err
 
 
 def test_a_model_without_its_head_is_told_what_it_has_one_for(
@@ -87,8 +87,11 @@ def test_a_model_without_its_head_is_told_what_it_has_one_for(
 ) -> None:
     gpt2 = tiny_models.gpt2(tmp_path / "gpt2")
     assert cli.main(["train", *argv, "--pretrained-model-name-or-path", str(gpt2)]) == 2
-    assert "--task next_sentence with " in (said := capsys.readouterr().err)
-    assert "a task for which Transformers has a head for this model: causal_lm, question_answering, " in said
+    assert "--task next_sentence does not support " in (said := capsys.readouterr().err)
+    assert (
+        "the tasks for which Transformers has a head for this model are: causal_lm, question_answering"
+        in said
+    )
 
 
 def test_two_tasks_of_one_name_are_an_error(next_sentence: str, tmp_path: Path) -> None:

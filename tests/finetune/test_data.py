@@ -77,7 +77,7 @@ def test_a_copy_in_the_hubs_cache_is_found_by_its_name(
     train_runs.glue(place / "snapshots" / revision)
     parts = datasets.load(args("someone/glue", data_name="mrpc"))
     assert [len(parts[part]) for part in ("train", "validation", "test")] == [48, 19, 5]
-    with pytest.raises(UsageError, match="must be in the cache"):
+    with pytest.raises(UsageError, match="unless it is in the cache"):
         datasets.load(args("someone/else", data_name="mrpc"))
 
 
@@ -198,51 +198,58 @@ def _broken(folder: Path) -> argparse.Namespace:
 
 
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
-    "one row": (_lonely, "1 rows are not enough for both training and validation"),
-    "nothing to train on": (_without_train, "has the splits 'validation'"),
+    "one row": (
+        _lonely,
+        "1 rows are too few to split into training and validation rows with --validation-fraction",
+    ),
+    "nothing to train on": (_without_train, "its splits are 'validation'"),
     "an empty part": (_empty, "a split has no rows"),
     "an empty file": (
         _empty_file,
-        "data/validation.csv has no rows below its head; expected at least one row",
+        "data/validation.csv has no rows below its head, but every file must have at least one row",
     ),
-    "a head alone": (_head_alone, "all.tsv has no rows below its head; expected at least one row"),
-    "no row of json": (_no_rows, "all.json has no rows; expected at least one row"),
+    "a head alone": (
+        _head_alone,
+        "all.tsv has no rows below its head, but every file must have at least one row",
+    ),
+    "no row of json": (_no_rows, "all.json has no rows, but every file must have at least one row"),
     "lines in Latin-1": (
         lambda folder: args(_encoded(folder / "all.jsonl", "latin-1")),
-        "all.jsonl is not UTF-8: byte 0xe9 in line 3; expected text in UTF-8. Convert it: iconv -f LATIN1 -t",
+        "all.jsonl is not UTF-8: byte 0xe9 in line 3, but the file must contain UTF-8 text",
     ),
     "a table in Latin-1": (
         lambda folder: args(_encoded(folder / "all.csv", "latin-1")),
-        "all.csv is not UTF-8: byte 0xe9 in line 4; expected text in UTF-8",
+        "all.csv is not UTF-8: byte 0xe9 in line 4, but the file must contain UTF-8 text",
     ),
     "a table in UTF-16": (
         lambda folder: args(_encoded(folder / "all.csv", "utf-16")),
-        "all.csv appears to be encoded in UTF-16; expected text in UTF-8. Convert it: iconv -f UTF-16 -t",
+        "all.csv appears to be encoded in UTF-16, but the file must contain UTF-8 text",
     ),
     "a packed table": (
         lambda folder: args(_packed(folder / "all.csv")),
-        "all.csv is compressed; expected text in UTF-8. Decompress it with gunzip and pass the result.",
+        "Decompress it with gunzip and pass the result.",
     ),
     "a column twice": (
         lambda folder: args(_head(folder / "all.csv", "label,sentence,label")),
-        "all.csv has the column 'label' more than once; expected a different name for each column. Rename "
-        "one of them.",
+        "all.csv contains the column 'label' more than once, but column names must be unique.",
     ),
     "the same with tabs": (
         lambda folder: args(_head(folder / "all.tsv", "a, b\tc\tc")),
-        "all.tsv has the column 'c' more than once; expected a different name for each column. Rename one "
-        "of them.",
+        "all.tsv contains the column 'c' more than once, but column names must be unique.",
     ),
-    "a file of no bytes": (_no_bytes, "empty.jsonl is empty; expected a file with rows"),
-    "a file has no configurations": (_configured, "--data-name mrpc with --data-path"),
+    "a file of no bytes": (_no_bytes, "empty.jsonl is empty"),
+    "a file has no configurations": (_configured, "--data-name mrpc cannot be used with --data-path"),
     "a folder of folders": (_configured_folder, "Pass only --data-path glue/mrpc."),
-    "two kinds": (_two_kinds, "the files have the extensions .csv and .jsonl"),
+    "two kinds": (_two_kinds, "but the files have .csv and .jsonl"),
     "no such file": (lambda folder: args(folder / "a.csv"), "a.csv: no such file"),
-    "no such kind": (lambda folder: args(__file__), "the files have the extensions .py"),
-    "an empty folder": (lambda folder: args(folder), "the folder has no file for a split"),
+    "no such kind": (lambda folder: args(__file__), "but the files have .py"),
+    "an empty folder": (lambda folder: args(folder), "the folder has no file for any split"),
     "broken": (_broken, "a.jsonl:"),
     "not in the cache": (lambda folder: args("glue", data_name="mrpc"), "--data-path glue --data-name mrpc:"),
-    "several": (lambda folder: args("x", data_path=["a", "b"]), "--data-path a b; expected one path"),
+    "several": (
+        lambda folder: args("x", data_path=["a", "b"]),
+        "--data-path accepts only one path, but got a b",
+    ),
 }
 
 
@@ -274,7 +281,7 @@ def test_a_row_is_named_as_the_file_has_it_whatever_is_taken_to_validate_on(
     part = next(part for part, own in found.items() if None in own["sentence"][:])
     with pytest.raises(UsageError) as refused:
         texts.require(found, {"text": "sentence"})
-    assert f"there is no text in {place.format(file)} (split {part!r}), column 'sentence';" in str(
+    assert f"{place.format(file)} (split {part!r}) has no text in the column 'sentence'." in str(
         refused.value
     )
     assert (
@@ -315,7 +322,7 @@ def test_a_label_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
     seed = next(seed for seed in range(99) if _is_taken(19, 20, seed))
     with pytest.raises(UsageError) as refused:
         labels.of_rows(datasets.load(args(file, seed=seed)), "label")
-    assert f"the label 'odd' in row 20 of {file} (split 'validation') is not usable; expected one" in str(
+    assert f"the label 'odd' in row 20 of {file} (split 'validation') is invalid; it must be one" in str(
         refused.value
     )
 
@@ -348,7 +355,7 @@ def test_characters_may_go_on_in_the_next_chunk(tmp_path: Path, chunk: int, monk
     text_files.require(file)
     with file.open("ab") as more:
         more.write(b"x\ny \xe4\xb8")  # the rest of the character is not there
-    with pytest.raises(UsageError, match=r"a.txt is not UTF-8: byte 0xe4 in line 4; "):
+    with pytest.raises(UsageError, match=r"a.txt is not UTF-8: byte 0xe4 in line 4, "):
         text_files.require(file)
 
 
@@ -361,7 +368,7 @@ def test_tokens_that_a_model_has_not_are_found_in_a_column() -> None:
     vocabulary.require_known_column(rows.select([0, 1]), 9, "the data")
     with pytest.raises(
         UsageError,
-        match="the data contains the token id 9, but the model has 9 tokens; expected token ids from",
+        match="the data contains the token id 9, but the model has 9 tokens, so ids must be from 0 to",
     ):
         vocabulary.require_known_column(rows, 9, "the data")
 
@@ -384,15 +391,14 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     there = {"train": ["question", "context", "answers"], "validation": ["question", "context"]}
     roles = {role: (role,) for role in ("question", "context", "answers")}
     with pytest.raises(
-        UsageError, match=r"no column 'answers' in the split 'validation' \(it has 'question'"
+        UsageError, match="there is no column 'answers' in the split 'validation', which has 'question'"
     ):
         columns.find(there, roles, ())
     with pytest.raises(UsageError, match="no column 'reply' in the split 'train'"):
         columns.find(there, roles, (("answers", "reply"),))
     with pytest.raises(
         UsageError,
-        match="--columns tokens=x: the task has no role tokens; "
-        "expected roles of this task: question, context",
+        match="--columns tokens=x: the task has no role tokens; its roles are question, context",
     ):
         columns.find(there, roles, (("tokens", "x"),))
 
@@ -404,7 +410,7 @@ def test_columns_are_said_as_role_and_name() -> None:
         ("text", "a"),
         ("label", "b=c"),
     ]
-    with pytest.raises(UsageError, match="--columns text; expected ROLE=NAME"):
+    with pytest.raises(UsageError, match="--columns must be ROLE=NAME"):
         parser.parse_args(["--columns", "text"])
 
 
@@ -440,41 +446,41 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 1],
             [1, 2],
-            "the label 2 in row 2 of the split 'validation' is not usable; "
-            "expected one of the labels of the training data: 0 to 1",
+            "the label 2 in row 2 of the split 'validation' is invalid; it must be "
+            "one of the labels of the training data (0 to 1",
         ),
         ([0, -1], [], "the label -1 in row 2 of the split 'train'"),
         (
             ["a", "b"],
             ["c"],
-            "the label 'c' in row 1 of the split 'validation' is not usable; "
-            "expected one of the labels of the training data: 'a'",
+            "the label 'c' in row 1 of the split 'validation' is invalid; it must be "
+            "one of the labels of the training data ('a'",
         ),
         (["a", None], ["a"], "the label None in row 2"),
         ([0.5, float("nan")], [], "the label nan in row 2"),
         (
             [0.5, float("-inf")],
             [],
-            "the label -inf in row 2 of the split 'train' is not usable; expected a number",
+            "the label -inf in row 2 of the split 'train' is invalid; it must be a number",
         ),
         ([0, 0], [0], "all rows have the same label"),
-        ([3, 3], [3], "all rows have the same label: 3"),
+        ([3, 3], [3], "all rows have the same label, 3"),
         (
             [0, 1, 5],
             [0],
-            "the labels are 0, 1, 5, but 2, 3, 4 do not occur; expected every number from 0 to 5, or names",
+            "the labels are 0, 1, 5, but 2, 3, 4 do not occur. Use every number from 0 to 5,",
         ),
-        ([1, 3], [1], "the labels are 1, 3, but 2 do not occur; expected every number from 1 to 3, or names"),
+        ([1, 3], [1], "the labels are 1, 3, but 2 do not occur. Use every number from 1 to 3,"),
         (
             [1, 2],
             [0],
-            "the label 0 in row 1 of the split 'validation' is not usable; "
-            "expected one of the labels of the training data: 1 to 2",
+            "the label 0 in row 1 of the split 'validation' is invalid; it must be "
+            "one of the labels of the training data (1 to 2",
         ),
         (
             [0, 10**15],
             [0],
-            "the labels are 0, 1000000000000000, but 1, 2, 3, 4, 5, 6, 7, 8, … do not occur; expected",
+            "the labels are 0, 1000000000000000, but 1, 2, 3, 4, 5, 6, 7, 8, … do not occur",
         ),
     ],
 )
@@ -494,7 +500,7 @@ def test_classes_that_the_model_brings_keep_their_names_and_numbers(caplog: pyte
     assert labels.of_rows(parts([0, 1]), "label", own).names == ("LABEL_0", "LABEL_1")
     with _propagating(caplog):
         assert labels.of_rows(parts([0, 2]), "label", own).names == own
-    assert "no training row has the label 1 (the model has 3 labels)" in caplog.text
+    assert "no training row has the label 1, although the model has 3 labels" in caplog.text
 
 
 def test_numbers_that_do_not_begin_at_0_are_classes_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
@@ -510,7 +516,7 @@ def test_numbers_that_do_not_begin_at_0_are_classes_in_their_order(caplog: pytes
     with _propagating(caplog):  # a model of six other classes has numbers for these
         six = labels.of_rows(parts([1, 2, 3, 4, 5]), "label", tuple("abcdef"))
     assert (six.names, six.number(5)) == (tuple("abcdef"), 5)
-    assert "no training row has the label 0 (the model has 6 labels)" in caplog.text
+    assert "no training row has the label 0, although the model has 6 labels" in caplog.text
 
 
 @contextlib.contextmanager
@@ -530,7 +536,7 @@ def test_a_label_beyond_those_of_the_data_set_is_out_of_range() -> None:
     assert not labels.are_hidden(table, "label")
     hidden = parts([-1, 1], feature=library.ClassLabel(names=["no", "yes"]))
     with pytest.raises(
-        UsageError, match=r"the label -1 in row 1 of the split 'train' is not usable; expected .* 0 to 1"
+        UsageError, match=r"the label -1 in row 1 of the split 'train' is invalid; it must be .* \(0 to 1\)"
     ):
         labels.of_rows(hidden, "label")
 

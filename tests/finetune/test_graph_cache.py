@@ -92,7 +92,7 @@ def test_another_folder_cannot_be_put_in_its_place(tmp_path, monkeypatch):
     everyones.mkdir()
     everyones.chmod(0o777)
     monkeypatch.setenv(graph_cache.VARIABLE, str(everyones / "graphs"))
-    with pytest.raises(UsageError, match="other users can replace the folder"):
+    with pytest.raises(UsageError, match="other users can replace this folder"):
         graph_cache.claim()
 
 
@@ -104,3 +104,16 @@ def test_no_home_is_no_reason_to_take_torch_s_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(graph_cache.VARIABLE, str(tmp_path / "torchinductor_root"))  # as torch leaves it
     assert graph_cache.claim() == tmp_path / f"megatron_npu_inductor_{os.geteuid()}"
     assert os.environ[graph_cache.VARIABLE] == str(graph_cache.claim())
+
+
+@needs_root
+def test_the_members_of_a_group_cannot_put_another_folder_in_its_place(tmp_path, monkeypatch):
+    team = tmp_path / "team"
+    team.mkdir()
+    os.chown(team, 0, ANOTHER)
+    monkeypatch.setenv(graph_cache.VARIABLE, str(team / "graphs"))
+    team.chmod(0o3775)  # sticky: only its owner can rename the folder
+    graph_cache.claim()
+    team.chmod(0o2775)
+    with pytest.raises(UsageError, match="other users can replace this folder"):
+        graph_cache.claim()

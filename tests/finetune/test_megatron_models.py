@@ -152,7 +152,11 @@ def test_ends_of_documents_do_not_weigh(own, tmp_path):
 @pytest.mark.parametrize(
     ("model", "flags", "said"),
     [
-        ("torch.nn.Linear(2, 2), None, None", "", "a Linear with --tensor-model-parallel-size"),
+        (
+            "torch.nn.Linear(2, 2), None, None",
+            "",
+            "Linear does not support --tensor-model-parallel-size or --pipeline-model-parallel-size",
+        ),
         ("megatron_gpt(), None, None", "--fsdp-memory-optimization", "data parallelism only"),
     ],
 )

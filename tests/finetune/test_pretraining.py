@@ -292,10 +292,10 @@ def test_a_known_name_needs_no_file_and_flags_win_over_it(folder, tmp_path, monk
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ("--seq-length 65", "at most its 64 positions"),
-        ("--hidden-size 30", "--hidden-size 30; expected a multiple of --num-attention-heads 4"),
+        ("--seq-length 65", "--seq-length must be at most 64, the number of positions of"),
+        ("--hidden-size 30", "--hidden-size must be a multiple of --num-attention-heads 4, but got 30"),
         ("--tokenizer-type GPT2BPETokenizer", "a WordPiece tokenizer"),
-        ("--model-of-fewer", "a model with 84 tokens, for a vocabulary of 85"),
+        ("--model-of-fewer", "has embeddings for 84 tokens, but the vocabulary has 85"),
     ],
 )
 def test_what_does_not_fit_is_said(folder, changes, said, tmp_path):

@@ -102,7 +102,7 @@ def test_another_number_of_ranks_takes_over(together: Path, tmp_path: Path, caps
     folder = begun(together, tmp_path / "begun")
     train(1, *flags(folder, "--load", folder))
     said = capsys.readouterr().out
-    assert "the number of ranks has changed: random numbers start again" in said
+    assert "the number of ranks has changed, so random numbers start again from --seed" in said
     assert len(train_runs.losses(folder)) == 12 - SAVED
     assert train_runs.losses(folder) != train_runs.losses(together)[SAVED:]  # other dropout
 
@@ -125,8 +125,8 @@ def hostile(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "more", "expected"),
     [
-        (None, ("--global-batch-size", 4), "--global-batch-size 4, but 8 in "),
-        (None, ("--seed", 1), "--seed 1, but 1234 in "),
+        (None, ("--global-batch-size", 4), "--global-batch-size is 4, but it was 8 in "),
+        (None, ("--seed", 1), "--seed is 1, but it was 1234 in "),
         (altered, (), "does not describe a run"),
         (cut, (), "has 100 bytes instead of "),
         (hostile, (), "it names posix.mkdir"),
@@ -148,7 +148,7 @@ def test_another_model_is_refused(alone, tmp_path, capsys) -> None:
     arguments = [str(script) if word == str(SCRIPT) else word for word in flags(tmp_path / "new")]
     assert cli.main(["train", *arguments, "--load", str(begun(alone, tmp_path / "begun"))]) == 2
     error = capsys.readouterr().err
-    assert "contains a different model: 0.bias is [16] there and [24] here" in error
+    assert "contains a different model: 0.bias is [16] in the checkpoint and [24] in this run" in error
 
 
 def test_without_a_checkpoint_it_begins_and_says_so(tmp_path, capsys) -> None:
@@ -206,8 +206,8 @@ def test_a_flag_takes_effect_and_is_said(words, rate, at_once, alone, tmp_path, 
             "--lr 1e-3 --adam-eps 1e-2 --lr-decay-style constant",
             1e-2,
             [
-                "--lr 0.001 (the checkpoint: 0.01): no effect: your script creates the optimizer",
-                "--adam-eps 0.01 (the checkpoint: 1e-08): no effect: your script creates the opt",
+                "--lr 0.001 (the checkpoint: 0.01): has no effect, because your script creates the optimizer",
+                "--adam-eps 0.01 (the checkpoint: 1e-08): has no effect, because your script creates the opt",
                 "--lr-decay-style constant (the checkpoint: linear): applies from the next update on",
             ],
         ),
@@ -216,7 +216,7 @@ def test_a_flag_takes_effect_and_is_said(words, rate, at_once, alone, tmp_path, 
             "--lr 1e-3 --lr-decay-style constant --weight-decay 0.5",
             1e-4,  # a tenth every four iterations
             [
-                "--lr 0.001 (the checkpoint: 0.01): no effect: your script creates the schedule",
+                "--lr 0.001 (the checkpoint: 0.01): has no effect, because your script creates the schedule",
                 "--lr-decay-style constant (the checkpoint: linear): has an effect only if the schedule that",
                 "--weight-decay 0.5 (the checkpoint: 0.01): applies from the next update on",
             ],

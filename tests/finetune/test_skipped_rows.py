@@ -54,10 +54,10 @@ def test_json_lines(tmp_path, capsys):
     (broken, utf8, kind, nothing) = written(tmp_path)
     assert broken[0] == 2
     assert broken[1].startswith("it is not valid JSON")
-    assert utf8 == (6, "byte 14 is not UTF-8")
+    assert utf8 == (6, "byte 14 is not valid UTF-8")
     assert kind == (7, "it is JSON of type list, not an object")
-    assert nothing == (4, "no value in the column 'sentence'")  # of those with something on the line
-    assert f"4 rows skipped: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
+    assert nothing == (4, "the column 'sentence' has no value")  # of those with something on the line
+    assert f"skipped 4 malformed rows: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
 
 
 def test_a_table(tmp_path, capsys):
@@ -65,10 +65,10 @@ def test_a_table(tmp_path, capsys):
     found = parts(tmp_path / "rows.csv", 9)
     assert every(found) == {"one", "two\nlines", "null"}
     told = capsys.readouterr().err
-    assert "4 rows skipped: these" in told
-    assert "1 cells, but the header has 2" in told
-    assert "3 cells, but the header has 2" in told
-    assert "it contains a byte that is not UTF-8" in told
+    assert "skipped 4 malformed rows: these" in told
+    assert "it has 1 cells, but the header has 2" in told
+    assert "it has 3 cells, but the header has 2" in told
+    assert "it contains a byte that is not valid UTF-8" in told
 
 
 def test_a_row_of_a_language_model_may_be_empty(tmp_path):

@@ -320,73 +320,86 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "an architecture without the head": (
         "masked_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.gpt2(folder / "gpt2"))],
-        "a gpt2; expected a task for which Transformers has a head for this model: causal_lm, "
+        "a gpt2; the tasks for which Transformers has a head for this model are: causal_lm, "
         "question_answering, sequence_classification, token_classification",
     ),
     "an encoder that is to go on": (
         "causal_lm",
         lambda folder: ["--pretrained-model-name-or-path", str(tiny_models.bert(folder / "bert"))],
-        "sees the tokens it should predict; expected a decoder",
+        "whose attention sees the tokens that it should predict",
     ),
     "a name that is not in the cache": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "no-such-model"],
-        "--pretrained-model-name-or-path no-such-model: it is neither a folder nor in the local hub cache",
+        "--pretrained-model-name-or-path no-such-model cannot be loaded: it is neither a folder nor in the "
+        "local hub cache",
     ),
     "a folder that is not there": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "./nowhere"],
-        "--pretrained-model-name-or-path ./nowhere: no such folder",
+        "--pretrained-model-name-or-path ./nowhere cannot be loaded: the folder does not exist",
     ),
     "no weights": ("masked_lm", _no_weights, "no file named model.safetensors"),
-    "a tokenizer of another model": ("masked_lm", _few_tokens, "but its model only 20"),
-    "a tokenizer without a word": ("masked_lm", _no_words, "its tokenizer has no vocabulary; expected"),
-    "no room for a text": ("token_classification", ["--seq-length", "2"], "more than the 2 special tokens"),
+    "a tokenizer of another model": (
+        "masked_lm",
+        _few_tokens,
+        "tokens, but its model has embeddings for only 20",
+    ),
+    "a tokenizer without a word": ("masked_lm", _no_words, "its tokenizer has no vocabulary"),
+    "no room for a text": (
+        "token_classification",
+        ["--seq-length", "2"],
+        "--seq-length must exceed the 2 special tokens that",
+    ),
     "no next token": (
         "causal_lm",
         ["--seq-length", "1"],
-        "--seq-length 1; expected at least 2, for a token and the next one",
+        "--seq-length must be at least 2, for a token and the next one, but got 1",
     ),
-    "nothing to ask for": ("masked_lm", ["--mask-prob", "0"], "--mask-prob 0; expected"),
+    "nothing to ask for": (
+        "masked_lm",
+        ["--mask-prob", "0"],
+        "--mask-prob must be positive, so that some tokens are masked, but got 0",
+    ),
     "adapters as large as what they adapt": (
         "seq2seq",
         ["--lora-rank", "32"],
-        "--lora-rank 32 with matrices of rank at most 32",
+        "--lora-rank must be lower than the rank of the adapted matrices, which is at most 32, but got 32",
     ),
     "texts that are numbers": (
         "causal_lm",
         _other_data([{"text": 3}] * 9),
-        "the column 'text' of the split 'train' holds int64; expected texts. ",
+        "the column 'text' of the split 'train' must contain texts, but it holds int64",
     ),
     "texts that are lists": (
         "sequence_classification",
         _other_data([{"text": ["a", "b"], "label": "x"}, {"text": ["c"], "label": "y"}] * 9),
-        "the column 'text' of the split 'train' contains no texts; expected texts",
+        "the column 'text' of the split 'train' must contain texts",
     ),
     "a row without a text": (
         "sequence_classification",
         _other_data([{"text": None, "label": "x"}, {"text": "c", "label": "y"}] * 9),
-        "no text in row",
+        "has no text in the column",
     ),
     "a row without a target": (
         "seq2seq",
         _other_data([{"source": "a", "target": None}, {"source": "c", "target": "y"}] * 9),
-        "no target in row",
+        "has no target in the column",
     ),
     "a row without a context": (
         "question_answering",
         _other_data([{"question": "who", "context": None, "answer": None}] * 9),
-        "the column 'context' of the split 'train' contains no texts",
+        "the column 'context' of the split 'train' must contain",
     ),
     "words in one text": (
         "token_classification",
         _other_data([{"tokens": "the cat", "tags": ["O", "X"]}] * 9),
-        "the column 'tokens' of the split 'train' contains no lists of words; expected",
+        "the column 'tokens' of the split 'train' must contain",
     ),
     "a row without tags": (
         "token_classification",
         _other_data([{"tokens": ["a"], "tags": None}, {"tokens": ["a"], "tags": ["O"]}] * 9),
-        "no tags in row",
+        "has no tags in the column",
     ),
     "a word that is none": (
         "token_classification",
@@ -396,18 +409,18 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "answers without their places": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": {"text": ["cat"]}}] * 9),
-        "the answers {'text': ['cat']} to 'who ?'; expected the SQuAD form",
+        "the answers {'text': ['cat']} to 'who ?' must have the SQuAD form",
     ),
     "answers in a list": (
         "question_answering",
         _other_data([{"question": "who ?", "context": "the cat", "answers": ["cat"]}] * 9),
-        "the answers ['cat'] to 'who ?'; expected the SQuAD form",
+        "the answers ['cat'] to 'who ?' must have the SQuAD form",
     ),
-    "too many tokens": ("masked_lm", ["--seq-length", "65"], "--seq-length 65 with "),
+    "too many tokens": ("masked_lm", ["--seq-length", "65"], "--seq-length must be at most 64 for "),
     "too little text": (
         "causal_lm",
         _other_data([{"text": "the cat"}] * 9),
-        "tokens; expected at least one block of 16",
+        "must have at least 16",
     ),
     "no label": (
         "sequence_classification",
@@ -417,7 +430,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "one label": (
         "sequence_classification",
         _other_data([{"text": "the cat", "label": "x"}] * 9),
-        "all rows have the same label: 'x'",
+        "all rows have the same label, 'x'",
     ),
     "fewer tags than words": (
         "token_classification",
@@ -437,7 +450,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no such role": (
         "seq2seq",
         ["--columns", "text=source"],
-        "--columns text=source: the task has no role text; expected roles of this task: source, target",
+        "--columns text=source: the task has no role text; its roles are source, target",
     ),
 }
 

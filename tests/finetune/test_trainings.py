@@ -64,7 +64,7 @@ def test_the_line_of_a_script_is_named_wherever_it_is(name: str, tmp_path: Path)
     script.write_text("import torch\n\ndef fails():\n    torch.ones(2) @ torch.ones(3)\n\nfails()\n")
     done = train_runs.train("--user-script", script, "--train-iters", 1)
     assert done.returncode == 2
-    assert "mine.py ended with RuntimeError: " in done.stderr
+    assert "mine.py failed with RuntimeError: " in done.stderr
     assert "(mine.py, line 4, in fails)" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -216,7 +216,7 @@ def test_a_loss_of_several_batches() -> None:
 
 
 def test_another_number_of_batches_for_each_loss_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"used 1 batches for one loss and 2 for the next"):
+    with pytest.raises(UsageError, match="but it used 1 for one loss and 2 for the next"):
         trained(Uneven)
 
 

@@ -265,14 +265,17 @@ def test_no_gradient_is_needed(device, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": "SBH"}, "has 3 dimensions"),
+        ({"layout": "SBH"}, "requires 3 dimensions"),
         ({"layout": "XYZ"}, "layout must be one of"),
         ({"window": (-1, 0)}, "window must not be negative"),
         ({"dropout_p": 1.0}, "dropout_p"),
         ({"mask": torch.zeros(4, 4)}, "boolean"),
         ({"packed": PackedSequences((3,), (3,))}, "packed describes 3 queries"),
-        ({"packed": PackedSequences((4, 4), (8,))}, "packed has 2 query lengths but 1 key lengths"),
-        ({"packed": PackedSequences((9, -1), (8, 0))}, "negative length"),
+        (
+            {"packed": PackedSequences((4, 4), (8,))},
+            "packed must have as many query lengths as key lengths, but got 2 and 1",
+        ),
+        ({"packed": PackedSequences((9, -1), (8, 0))}, "the lengths in packed must not be negative"),
         (
             {"packed": PackedSequences((8,), (8,)), "mask": torch.zeros(4, 4, dtype=torch.bool)},
             "must be None for packed sequences",
@@ -289,12 +292,32 @@ def test_bad_calls(device, change, message):
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        ([(1, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)], {}, "2 key heads do not divide 3"),
-        ([(1, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)], {}, "shapes do not match"),
-        ([(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)], {}, "shapes do not match"),
-        ([(4, 1, 16)] * 3, {"layout": "SBH"}, "needs a num_heads that divides 16, given None"),
-        ([(4, 1, 16)] * 3, {"layout": "SBH", "num_heads": 3}, "needs a num_heads that divides 16, given 3"),
-        ([(4, 2, 8)] * 3, {"layout": "TND"}, "needs packed"),
+        (
+            [(1, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)],
+            {},
+            "the number of query heads \\(3\\) must be a multiple of the number of key heads \\(2\\)",
+        ),
+        (
+            [(1, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)],
+            {},
+            "the shapes of query, key and value do not match; as",
+        ),
+        (
+            [(1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)],
+            {},
+            "the shapes of query, key and value do not match; as",
+        ),
+        ([(4, 1, 16)] * 3, {"layout": "SBH"}, "requires num_heads to be a divisor of 16, but got None"),
+        (
+            [(4, 1, 16)] * 3,
+            {"layout": "SBH", "num_heads": 3},
+            "requires num_heads to be a divisor of 16, but got 3",
+        ),
+        (
+            [(4, 2, 8)] * 3,
+            {"layout": "TND"},
+            "layout TND requires packed, which gives the lengths of the sequences",
+        ),
     ],
 )
 def test_bad_shapes(device, shapes, options, message):
@@ -305,5 +328,5 @@ def test_bad_shapes(device, shapes, options, message):
 
 def test_mixed_dtypes(device):
     x = torch.randn(1, 2, 4, 8, device=device)
-    with pytest.raises(ValueError, match="differ in dtype"):
+    with pytest.raises(ValueError, match="must have the same dtype"):
         attention(x, x.bfloat16(), x, layout="BNSD", scale=1.0)

@@ -115,9 +115,12 @@ def test_modes_mean_what_the_case_means(queries, keys, causal, window, offset):
     ("case", "reason"),
     [
         ({"dtype": torch.float64}, "does not support torch.float64"),
-        ({"value_size": 8}, "different shapes"),
-        ({"heads": 257, "key_heads": 257}, "number of heads 257 is outside the supported 1 to 256"),
-        ({"size": 769}, "head size 769 is outside the supported 1 to 768"),
+        ({"value_size": 8}, "keys and values must have the same shape, but got"),
+        (
+            {"heads": 257, "key_heads": 257},
+            "number of heads 257 is outside the supported range from 1 to 256",
+        ),
+        ({"size": 769}, "head size 769 is outside the supported range from 1 to 768"),
         ({"queries": (1 << 20) + 1}, "number of queries 1048577"),
         ({"packed": PackedSequences((1,) * 1025, (1,) * 1025)}, "1025 packed sequences"),
         ({"packed": PackedSequences((4,), (2,)), "causal": True, "offset": "end"}, "see no key"),

@@ -172,7 +172,7 @@ def test_probabilities_at_the_ends(device, p):
 
 def test_refuses_what_is_no_probability(device):
     x, bias, residual = tensors((4, 2, 8), device)
-    with pytest.raises(ValueError, match=r"p must be in \[0, 1\], given 1.5"):
+    with pytest.raises(ValueError, match=r"p must be in \[0, 1\], but got 1\.5"):
         bias_dropout_add(x, bias, residual, 1.5, True)
 
 

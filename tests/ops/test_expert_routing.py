@@ -149,8 +149,8 @@ def test_no_tokens(device):
 @pytest.mark.parametrize(
     ("routing", "said"),
     [
-        (Routing(9), "1 to e experts per token"),
-        (Routing(2, "tanh"), "expected softmax"),
+        (Routing(9), "topk must be from 1 to e"),
+        (Routing(2, "tanh"), "score must be softmax, sigmoid or sqrtsoftplus, but got"),
         (Routing(2, groups=3, chosen_groups=1), "of 3 groups"),
         (Routing(1, groups=4, chosen_groups=2), "2 of 4 groups"),
         (Routing(6, groups=4, chosen_groups=2), "6 experts cannot be selected from 2"),

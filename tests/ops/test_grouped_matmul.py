@@ -103,7 +103,9 @@ def test_gradients_without_strides(device):
     ("input", "weight", "counts"), [((3, 8), (2, 7, 4), 2), ((3, 8), (8, 4), 8), ((3, 8), (2, 8, 4), 3)]
 )
 def test_shapes_that_do_not_fit(input, weight, counts):
-    with pytest.raises(ValueError, match=r"must be|with one|the same number of counts"):
+    with pytest.raises(ValueError, match=r"must have the shapes|with one|one entry for each"):
         grouped_matmul(torch.ones(input), torch.ones(weight), torch.ones(counts, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"input must be \[t, i\]"):
+    with pytest.raises(
+        ValueError, match=r"the input must have shape \[t, i\], with one weight \[o, i\] for each of"
+    ):
         grouped_linear(torch.ones(input), [torch.ones(4, 7)] * 2, [1] * counts)

@@ -166,7 +166,7 @@ def test_bytes_of_a_parameter():
 
 def test_dtypes_that_it_does_not_keep_are_refused():
     weights = [torch.nn.Parameter(torch.ones(1))]
-    with pytest.raises(ValueError, match=r"FusedAdam stores exp_avg in .*, not in torch.uint8"):
+    with pytest.raises(ValueError, match=r"FusedAdam stores exp_avg in .*, but torch.uint8"):
         FusedAdam(weights, exp_avg_dtype=torch.uint8)
 
 

@@ -86,6 +86,8 @@ def test_kept_gradients_are_in_fp32_and_not_given_to_autograd(device):
 def test_another_epsilon_is_beyond_the_npus_kernel():
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     assert residual_norm.layer_norm_beyond_npu(x, weight, 1e-5) is None
-    assert "supports only eps 1e-05, not 1e-06" in residual_norm.layer_norm_beyond_npu(x, weight, 1e-6)
+    assert "npu_add_layer_norm supports only eps 1e-05, but got 1e-06" in residual_norm.layer_norm_beyond_npu(
+        x, weight, 1e-6
+    )
     assert "weight is" in residual_norm.rms_norm_beyond_npu(x, weight.half())
     assert "2 to 8 dimensions" in residual_norm.rms_norm_beyond_npu(x[0], weight)

@@ -91,25 +91,50 @@ def test_tables_are_computed_once_for_the_same_angles(device):
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_bad_angles(device, size):
-    with pytest.raises(ValueError, match=f"even and at most 6, given {size}"):
+    with pytest.raises(ValueError, match=f"even and at most 6, but got {size}"):
         rotary.rotary(torch.randn(2, 1, 1, 6, device=device), torch.zeros(2, 1, 1, size, device=device))
 
 
 @pytest.mark.parametrize(
     ("shape", "tables", "interleaved", "reason"),
     [
-        ((2, 1, 1, 896), (2, 1, 1, 896), False, "head sizes below 896, not 896"),
-        ((2, 1000, 1, 4), (2, 1, 1, 4), False, "fewer than 1000 sequences and heads, not 1000 and 1"),
-        ((2, 40, 30, 4), (2, 1, 1, 4), True, "fewer than 1000 sequences and heads, not 40 and 30"),
+        (
+            (2, 1, 1, 896),
+            (2, 1, 1, 896),
+            False,
+            "npu_rotary_mul supports only head sizes below 896, but got 896",
+        ),
+        (
+            (2, 1000, 1, 4),
+            (2, 1, 1, 4),
+            False,
+            "npu_rotary_mul supports fewer than 1000 sequences and heads, but got 1000 and 1",
+        ),
+        (
+            (2, 40, 30, 4),
+            (2, 1, 1, 4),
+            True,
+            "npu_rotary_mul supports fewer than 1000 sequences and heads, but got 40 and 30",
+        ),
         (
             (2, 3, 1, 4),
             (1, 1, 1, 4),
             False,
-            "supports tables of shape [s, 1, 1, d] or [b, s, 1, d], not [1, 1, 1, 4]",
+            "npu_rotary_mul supports only tables of shape [s, 1, 1, d] or [b, s, 1, d], but got [1, 1, 1, 4]",
         ),
-        ((2, 3, 1, 4), (2, 3, 1, 4), True, "pairs only with the same tables for all sequences"),
-        ((2, 3, 4), (2, 1, 4), False, "4 dimensions, not 3 and 3"),
-        ((2, 3, 1, 4), (2, 1, 1, 4), False, "supports tensors on the NPU, not on the host"),
+        (
+            (2, 3, 1, 4),
+            (2, 3, 1, 4),
+            True,
+            "npu_rotary_mul rotates interleaved pairs only if all sequences have the same tables",
+        ),
+        ((2, 3, 4), (2, 1, 4), False, "npu_rotary_mul supports only 4 dimensions, but got 3 and 3"),
+        (
+            (2, 3, 1, 4),
+            (2, 1, 1, 4),
+            False,
+            "npu_rotary_mul supports only tensors on the NPU, but got tensors on the host",
+        ),
     ],
 )
 def test_limits_of_the_npu_kernel(monkeypatch, shape, tables, interleaved, reason):

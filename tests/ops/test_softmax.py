@@ -87,10 +87,19 @@ def test_memory_is_one_copy_of_the_probabilities(device, dtype):
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ((1, 1, 31, 64), "32 to 4096 queries in multiples of 32, not 31"),
-        ((1, 1, 64, 48), "32 to 4096 keys in multiples of 32, not 48"),
-        ((1, 1, 64, 4128), "32 to 4096 keys in multiples of 32, not 4128"),
-        ((1, 64, 64), "4 dimensions, not 3"),
+        (
+            (1, 1, 31, 64),
+            "npu_scaled_masked_softmax supports only 32 to 4096 queries in multiples of 32, but got 31",
+        ),
+        (
+            (1, 1, 64, 48),
+            "npu_scaled_masked_softmax supports only 32 to 4096 keys in multiples of 32, but got 48",
+        ),
+        (
+            (1, 1, 64, 4128),
+            "npu_scaled_masked_softmax supports only 32 to 4096 keys in multiples of 32, but got 4128",
+        ),
+        ((1, 64, 64), "4 dimensions, but got 3"),
     ],
 )
 def test_limits_of_the_npu_kernel(shape, reason, monkeypatch):

@@ -48,18 +48,29 @@ _OF = {"driver": _OF_DRIVER, "stock": _OF_STOCK, "train": _OF_TRAIN}
 def compared(layout: Layout, folder: Path) -> list[dict]:
     """Return of each rank of a layout its peak and reserved memory, full and dry, or the end of its log.
 
-    Dry runs the rank that stands for it in a plan.
+    Dry runs the rank that stands for it in a plan; and if that one has other memory, the rank itself.
     """
     ranks, command = layout.ranks, layout.command(folder)
     job = Job.of(ranks, command)
     dry_words, _ = job.words()
-    full = [_forked(command, folder / f"full{rank}", rank, ranks, dry=False) for rank in _numbers(ranks)]
+
+    def dry(rank: int) -> Path:
+        child, path = _forked(layout, dry_words, folder / f"dry{rank}", rank)
+        _wait([child])
+        return path
+
+    full = [_forked(layout, command, folder / f"full{rank}", rank) for rank in _numbers(ranks)]
     _wait([child for child, _ in full])
     rows = []
-    for _, alike in job.classes():
-        child, path = _forked(dry_words, folder / f"dry{alike[0]}", alike[0], ranks, dry=True)
-        _wait([child])
-        rows += [{"rank": rank} | _row(full[rank][1], path) for rank in alike]
+    for _, (first, *others) in job.classes():
+        path = dry(first)
+        rows.append({"rank": first} | _row(full[first][1], path))
+        for rank in others:
+            row = _row(full[rank][1], path)
+            if row.get("equal") is False:
+                own = _row(full[rank][1], dry(rank))
+                row = own | {"representative": row["dry"]} if own.get("equal") else row
+            rows.append({"rank": rank} | row)
     return sorted(rows, key=lambda row: row["rank"])
 
 
@@ -89,7 +100,7 @@ def _wait(children: list[int]) -> None:
 def _row(full: Path, dry: Path) -> dict:
     row: dict = {}
     for kind, path in (("full", full), ("dry", dry)):
-        report = json.loads(path.read_text()) if path.exists() else {"code": None}
+        report: dict = json.loads(path.read_text()) if path.exists() else {"code": None}
         if report["code"] != 0 or not report["updates"]:
             said = path.with_suffix(".log").read_text(errors="replace")[-1500:]
             return {"failed": f"{kind}: {said} {report.get('error')}"}
@@ -99,13 +110,14 @@ def _row(full: Path, dry: Path) -> dict:
     return row
 
 
-def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool) -> tuple[int, Path]:
-    """Start a rank in a fork of this process, which has imported all that it needs."""
+def _forked(layout: Layout, command: list[str], path: Path, rank: int) -> tuple[int, Path]:
+    """Start a rank in a fork of this process, which has imported all that it needs; the path says if dry."""
     from megatron_npu.planning.rank import npu
     from megatron_npu.sim import build
 
-    # an even share of the tokens for each expert, in both
-    told = {"words": command, "output": str(path), "alone": dry, "imbalance": 1.0}
+    dry, ranks = path.name.startswith("dry"), layout.ranks
+    # the same share of the tokens for the experts of a rank, in both
+    told = {"words": command, "output": str(path), "alone": dry, "imbalance": layout.imbalance(rank)}
     path.with_suffix(".spec").write_text(json.dumps(told))
     sys.stdout.flush()
     child = os.fork()
@@ -115,7 +127,7 @@ def _forked(command: list[str], path: Path, rank: int, ranks: int, *, dry: bool)
         log = os.open(path.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        place = {
+        place: dict[str, object] = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": ranks,

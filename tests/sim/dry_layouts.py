@@ -72,10 +72,13 @@ _OF_DRIVER = _OF_PRETRAIN | {  # of the megatron-core that is installed, besides
     "experts-ep2-grouped": (2, f"{EXPERTS} {EP2} --moe-grouped-gemm {SHARED}"),
     "experts-free": (1, _FREE),
     "experts-ep2-free": (2, f"{_FREE} {EP2} --moe-grouped-gemm --moe-permute-fusion"),
+    "experts-ep2-uneven": (2, f"{_FREE} {EP2} --moe-grouped-gemm --moe-permute-fusion"),
     "experts-tp2-ep2": (4, f"{EXPERTS} {EP2} {SEQUENCE}"),
     "llama-tp2-pp2-dp2": (8, f"{LLAMA} {SEQUENCE} {PP2} {SHARED}"),
     "llama-tp2-cp2-pp2": (8, f"{LLAMA} {SEQUENCE} {PP2} {CP2} {SHARED}"),
 }
+# of the tokens of an even share, what the experts of each rank get; without it an even share
+_UNEVEN = {"experts-ep2-uneven": (1.5, 0.5)}
 _OF_STOCK = {
     "gpt": (1, "--bf16"),
     "gpt-tp2": (2, f"--bf16 {TP2}"),
@@ -93,7 +96,10 @@ _OF_CORE = {
     "llama-mtp": (1, f"{LLAMA} --mtp-num-layers 1"),
     "mla": (1, _MLA),
     "experts-ep2": (2, f"{EXPERTS} {EP2}"),
-    "gpt-dp2-fsdp2": (2, "--bf16 --use-torch-fsdp2 --no-gradient-accumulation-fusion"),
+    "gpt-dp2-fsdp2": (
+        2,
+        "--bf16 --use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights",
+    ),
     "gpt-dp2-offload": (
         2,
         f"--bf16 {SHARED} --optimizer-cpu-offload --use-precision-aware-optimizer",
@@ -136,6 +142,10 @@ class Layout:
     name: str
     ranks: int
     flags: str
+
+    def imbalance(self, rank: int) -> float:
+        """Return the tokens for the experts of a rank, as a multiple of an even share."""
+        return _UNEVEN[self.name][rank] if self.name in _UNEVEN else 1.0
 
     @property
     def kind(self) -> str:
@@ -209,6 +219,10 @@ def _all() -> dict[str, Layout]:
     programs |= {TRAIN: _OF_TRAIN}
     programs |= {"285068c8": _OF_STOCK}
     programs |= dict.fromkeys(_CORES, _OF_STOCK | _OF_CORE)
+    # its script passes disable_bucketing to a class that does not take it
+    programs["core_v0.12.1"] = {
+        name: layout for name, layout in programs["core_v0.12.1"].items() if name != "gpt-dp2-fsdp2"
+    }
     programs |= {"8387ae17": _OF_DEEPSPEED, "4efb479d": _OF_DEEPSPEED | _OF_DEEPSPEEDAI}
     return {
         name if program == DRIVER else f"{program}/{name}": Layout(program, name, ranks, flags)

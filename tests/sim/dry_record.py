@@ -25,10 +25,13 @@ make plan-grid     # or: python -m tests.sim.dry_grid --layout gpt-tp2 --output 
 
 trains small models for two iterations in full on simulated NPUs, and each kind of their ranks alone and dry
 (nothing above 16 KiB computed). "Equal" means that torch_npu's allocator has told the same peak and the same
-reserve, to the byte, for every rank and the one that stands for it. Names without a `/` are of the driver
-(megatron-core 0.16.1), `megatron_core-…` of the driver with that version, `train` of `megatron-npu train`,
-the others of the stock pretrain_gpt.py of that tree. In `experts-free` no capacity is padded, and in both
-runs each expert gets an even share of the tokens.
+reserve, to the byte, for every rank and the one that stands for it. Where the representative has other
+memory, the rank itself is also run dry, and the row names it if it is equal then: in `experts-ep2-uneven` the
+experts of rank 0 get 1.5 times and those of rank 1 half an even share. A rank that does not read the data
+allocates other small tensors and may reserve a segment of 2 MiB more or less than its representative. Names
+without a `/` are of the driver (megatron-core 0.16.1), `megatron_core-…` of the driver with that version,
+`train` of `megatron-npu train`, the others of the stock pretrain_gpt.py of that tree. In `experts-free` no
+capacity is padded, and in both runs each expert gets an even share of the tokens.
 
 """
 
@@ -78,8 +81,15 @@ def _line(name: str, rows: list[dict[str, Any]]) -> str:
         last = str(failed).strip().splitlines()[-1].replace("|", "/")
         return f"| {name} | {len(rows)} | | | did not run: {last[:120]} |"
     columns = [" and ".join(_numbers(row["full"][key] for row in rows)) for key in ("peak", "reserved")]
-    wrong = [row["rank"] for row in rows if not row["equal"]]
-    verdict = f"differs on ranks {wrong}" if wrong else "equal, all ranks"
+    wrong = [
+        f"rank {row['rank']} has {row['full']['peak'] - row['dry']['peak']:+,} peak and "
+        f"{row['full']['reserved'] - row['dry']['reserved']:+,} reserved"
+        for row in rows
+        if not row["equal"]
+    ]
+    verdict = f"differs: {'; '.join(wrong)}" if wrong else "equal, all ranks"
+    if others := [row["rank"] for row in rows if "representative" in row and row["equal"]]:
+        verdict += f"; {others} in a dry run of their own"
     return f"| {name} | {len(rows)} | {columns[0]} | {columns[1]} | {verdict} |"
 
 

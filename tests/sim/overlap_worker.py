@@ -109,14 +109,17 @@ def narrow() -> None:
 def refused() -> None:
     """Refuse by name what no layer could overlap."""
     for options, said in (
-        ({"sequence_parallel": False}, "--tp-comm-overlap without --sequence-parallel"),
-        ({"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 3 on an NPU"),
-        ({"params_dtype": torch.float32, "bf16": False}, "--tp-comm-overlap in fp32"),
+        ({"sequence_parallel": False}, "--tp-comm-overlap requires --sequence-parallel"),
+        ({"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 2, 4 or 8 on an NPU"),
+        (
+            {"params_dtype": torch.float32, "bf16": False},
+            "--tp-comm-overlap requires --bf16 or --fp16 on an NPU",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             config_of(tp_comm_overlap=True, **options)
     given = {"tp_comm_overlap": True, "sequence_parallel": False, "tensor_model_parallel_size": RANKS}
-    with pytest.raises(UsageError, match="--tp-comm-overlap without --sequence-parallel"):
+    with pytest.raises(UsageError, match="--tp-comm-overlap requires --sequence-parallel"):
         refuse_arguments(Namespace(bf16=True, fp16=False, **given))
 
 

@@ -62,7 +62,10 @@ def test_ranks_are_those_of_the_devices_that_are_listed(simulated):
     start = ["env", sys.executable, "-m", "megatron_npu", "train", *flags]
     done = simulated(*start, MEGATRON_NPU_SIM_DEVICES="4", CUDA_VISIBLE_DEVICES="1,3")
     assert done.returncode == 2
-    assert "--micro-batch-size 3 on 2 data-parallel ranks; expected a multiple" in done.stdout
+    assert (
+        "--global-batch-size must be a multiple of --micro-batch-size 3 x 2 data-parallel ranks ="
+        in done.stdout
+    )
 
 
 @pytest.fixture(scope="module")

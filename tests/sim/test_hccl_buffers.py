@@ -34,7 +34,10 @@ def test_buffers_hold_the_largest_message(simulated, dataset, tmp_path):
     done = simulated(*ranks, modules=warm.DRIVER, MEGATRON_NPU_SIM_HCCL_TIMEOUT="60", cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:]
     assert [f"rank {rank}: done" in done.stdout for rank in range(2)] == [True, True], done.stdout[-6000:]
-    assert "HCCL's buffers for group tp: 2 x 1 MiB instead of 2 x 200 MiB, 398 MiB less" in done.stdout
+    assert (
+        "HCCL's buffers for group tp have 2 x 1 MiB instead of 2 x 200 MiB, which is 398 MiB less"
+        in done.stdout
+    )
     found = json.loads((tmp_path / "buffers.json").read_text())
     assert list(found) == list(CASES)
     for case, sizes in found.items():

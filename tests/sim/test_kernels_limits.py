@@ -49,7 +49,7 @@ def test_forbidden_arguments_are_refused_and_named(operation):
         error = refused(CASES[operation], change)
         given = {name: str(getattr(value, "shape", value)) for name, value in change.given.items()}
         assert error.limit.argument == change.argument, f"{given}: {error}"
-        assert str(error).startswith(f"{operation}: {change.argument}: given ")
+        assert str(error).startswith(f"{operation}: {change.argument} is ")
         assert isinstance(error, NotSimulatedError) != error.limit.simulated
 
 
@@ -80,8 +80,8 @@ def test_the_message_says_operation_argument_given_allowed_and_source():
     with pytest.raises(LimitError) as caught:
         KERNELS["npu_rms_norm"].checked(torch.zeros(2, 8), torch.zeros(8, dtype=torch.bfloat16))
     assert str(caught.value) == (
-        "npu_rms_norm: gamma: given bfloat16 [8], "
-        "allowed the dtype of input (wheel, npu_rms_norm; aclnnRmsNorm)"
+        "npu_rms_norm: gamma is bfloat16 [8], but "
+        "the documentation requires the dtype of input (wheel, npu_rms_norm; aclnnRmsNorm)"
     )
 
 

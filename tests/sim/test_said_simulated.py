@@ -26,7 +26,7 @@ def run(simulated, tmp_path_factory) -> tuple[list[str], Path]:
     pytest.importorskip("megatron.core")
     pytest.importorskip("tensorboard")
     folder = tmp_path_factory.mktemp("run")
-    flags = tiny.flags_for(tiny.write_dataset(folder / "text"))
+    flags = [*tiny.flags_for(folder / "none")[:-2], "--mock-data"]
     places = ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "board")]
     line = ["pretrain", *flags, *places, "--train-iters", "2", "--no-plot"]
     done = simulated("python", "-c", PROGRAM, *line, modules=warm.DRIVER)
@@ -36,6 +36,19 @@ def run(simulated, tmp_path_factory) -> tuple[list[str], Path]:
 
 def test_the_banner(run) -> None:
     assert any("· simulated npu/hccl ·" in line for line in run[0])
+
+
+def test_why_its_losses_differ_from_a_cpu_s(run) -> None:
+    (line,) = (line for line in run[0] if "random generator" in line)
+    assert line == (
+        " initial weights and dropout are drawn by the npu's random generator, so losses differ from those "
+        "of a CPU run with the same --seed; --use-cpu-initialization draws the weights on the CPU"
+    )
+
+
+def test_indices_of_mock_data_are_not_spoken_of(run) -> None:
+    """Upstream warns that it cannot save them, which nobody wants."""
+    assert not [line for line in run[0] if "Unable to save" in line]
 
 
 def test_every_line_of_an_iteration(run) -> None:

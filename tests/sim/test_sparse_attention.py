@@ -43,7 +43,10 @@ def test_the_same_losses_with_less(simulated):
     launches, peaks = ([way[name] for way in (unfused, fused)] for name in ("launches", "peak"))
     before, after = (f"{peak / 2**20:.1f}" for peak in peaks)
     page = (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
-    counted = f"{launches[0]} launches and {before} MiB before, {launches[1]} and {after} after"
+    counted = (
+        f"{launches[0]} launches and {before} MiB without the operation, and {launches[1]} launches and "
+        f"{after} MiB"
+    )
     assert counted in page
     assert launches[1] < 0.9 * launches[0]
     assert peaks[1] < 0.8 * peaks[0]

@@ -1,1 +1,1 @@
-"""What tests of several folders share."""
+"""Helpers shared by the tests of several folders."""

@@ -1,4 +1,4 @@
-"""A real headless browser, spoken to through pipes with Chromium's DevTools protocol: no driver, no port."""
+"""A headless browser, controlled through pipes with Chromium's DevTools protocol, without driver or port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 def program() -> str:
-    """Return the browser's program; skip the test without one."""
+    """Return the path of the browser's program, or skip the test if there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip("no Chromium (or Chrome) is installed")
@@ -36,7 +36,7 @@ class Page:
     """An open page.
 
     Attributes:
-        errors: what the page's scripts threw or its console complained of, CSP included.
+        errors: the exceptions of the page's scripts and the errors in its console, including CSP violations.
     """
 
     def __init__(self, sends: int, receives: int) -> None:
@@ -45,7 +45,7 @@ class Page:
         self._numbers, self._rest, self._session = itertools.count(1), b"", None
 
     def start(self) -> None:
-        """Open an empty page and listen to it."""
+        """Open an empty page and listen to its events."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -53,7 +53,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol; return its result."""
+        """Call a method of the protocol and return its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -82,7 +82,7 @@ class Page:
             self.errors.append(values["entry"]["text"])
 
     def open(self, url: str, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Go to an address in a window of that size."""
+        """Navigate to an address in a window of the given size."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
@@ -92,13 +92,13 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Return what a JavaScript expression gives, a promise's value for a promise."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """Return the value of an expression as soon as JavaScript takes it for true."""
+        """Wait until the value of a JavaScript expression is truthy, and return the value."""
         return wait_until(
             lambda: self.value(expression),
             told=lambda: (expression, self.errors, self.value("document.body.innerText")),
@@ -112,10 +112,10 @@ class Page:
 
 @contextmanager
 def page(folder: Path) -> Iterator[Page]:
-    """Hold an empty page of a browser of its own.
+    """Open an empty page in a separate browser inside the block.
 
     Args:
-        folder: for the browser's profile.
+        folder: the folder for the browser's profile.
     """
     theirs_in, sends = os.pipe()
     receives, theirs_out = os.pipe()

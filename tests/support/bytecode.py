@@ -1,4 +1,4 @@
-"""Where the bytecode of Megatron's trees goes: never beside the sources, which tests leave as they are."""
+"""Control where the bytecode of Megatron's trees is stored: never next to the sources."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _PREFIX = "PYTHONPYCACHEPREFIX"
 
 
 def elsewhere() -> dict[str, str]:
-    """Return variables for a process that imports from such a tree.
+    """Return environment variables for a process that imports from such a tree.
 
-    With ``PYTHONPYCACHEPREFIX``, as in ``.ci/run``, Python keeps bytecode in that folder, and each source is
-    compiled once for all processes; without it, none is written.
+    If ``PYTHONPYCACHEPREFIX`` is set, as in ``.ci/run``, Python stores bytecode in that folder, and each
+    source is compiled once for all processes. Otherwise, no bytecode is written.
     """
     return {} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def keep(folder: Path) -> None:
-    """Let this process, and what it starts, keep all bytecode in ``folder``, unless another is named already.
+    """Make this process and its children store all bytecode in ``folder``, unless another folder is set.
 
-    Otherwise each of the suite's processes would compile Megatron's trees again, and this package where
-    PYTHONDONTWRITEBYTECODE is set. What is in ``folder`` serves later runs of the suite as well.
+    Otherwise, each process of the suite would compile Megatron's trees again, and also this package if
+    PYTHONDONTWRITEBYTECODE is set. Later runs of the suite use the bytecode in ``folder`` too.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not os.environ.get(_PREFIX):

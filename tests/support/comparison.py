@@ -1,4 +1,4 @@
-"""What compares an adaptor with the upstream function that it replaces, in this process and on its device."""
+"""Compare an adaptor with the upstream function that it replaces, in this process and on its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def load_stock(name: str) -> ModuleType:
-    """Return a second copy of the module ``name``, which no patch has touched."""
+    """Return a second copy of the module ``name`` that has not been patched."""
     spec = importlib.util.find_spec(name)
     parent, _, last = name.rpartition(".")
     copy = importlib.util.spec_from_file_location(f"{parent}._stock_{last}", spec.origin)
@@ -25,14 +25,14 @@ def load_stock(name: str) -> ModuleType:
 
 
 def here() -> torch.device:
-    """Return the device of this run: the NPU under ``megatron-npu sim``."""
+    """Return the device of this run, which is the NPU under ``megatron-npu sim``."""
     from megatron_npu import devices
 
     return devices.current().torch_device()
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return normal numbers on the device of this run, for which gradients are wanted."""
+    """Return normally distributed numbers that require gradients, on the device of this run."""
     return torch.randn(shape, dtype=dtype, device=here(), requires_grad=True)
 
 
@@ -43,7 +43,7 @@ def same_gradients(
     atol: float = 1e-5,
     rtol: float = 1e-5,
 ) -> None:
-    """Compare two results and their gradients for ``leaves``."""
+    """Compare two results and their gradients with respect to ``leaves``."""
     torch.testing.assert_close(ours, stock, atol=atol, rtol=rtol)
     grad = torch.randn_like(stock)
     a = torch.autograd.grad(ours, leaves, grad.clone())

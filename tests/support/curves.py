@@ -1,4 +1,4 @@
-"""Curves of several runs of the driver in one start of its processes, which takes longer than most runs."""
+"""Train several runs of the driver in one start of its processes, which takes longer than most runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WORKER = Path(__file__).resolve().parents[1] / "distributed" / "worker.py"
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run has logged.
+    """The values that one run has logged.
 
     Attributes:
-        rows: of the iterations, then of the evaluations.
-        sizes: how many parameters there are: all, without embeddings, active ones.
-        first_layer: the norm of each first gradient of the first layer, by the parameter's name; none where
+        rows: the rows of the iterations, followed by those of the evaluations.
+        sizes: the number of all parameters, of those other than embeddings, and of active ones.
+        first_layer: the norm of each first gradient of the first layer, by the parameter's name; empty if the
             gradients are not those of Megatron's DDP.
     """
 
@@ -38,7 +38,7 @@ class Curve:
 
 
 def command(folder: Path, flags: list[str], cases: Mapping[str, str], processes: int) -> list[str]:
-    """Return the command line that runs all cases one after another, behind ``python``."""
+    """Return the command-line words, to follow ``python``, that run all cases one after another."""
     listed = folder / "cases.json"
     listed.write_text(json.dumps({name: words.split() for name, words in cases.items()}))
     launcher = tiny.torchrun(processes) if processes > 1 else []
@@ -46,7 +46,7 @@ def command(folder: Path, flags: list[str], cases: Mapping[str, str], processes:
 
 
 def read(folder: Path, name: str) -> Curve:
-    """Return what the run of a case has left."""
+    """Return the results that the run of a case has left."""
     log = folder / f"{name}.jsonl"
     noted = json.loads((folder / f"{name}.json").read_text())
     return Curve([*tiny.rows(log), *tiny.rows(log, "validation")], noted["sizes"], noted["first_layer"])
@@ -59,9 +59,9 @@ def run(
     processes: int = 1,
     env: dict[str, str] | None = None,
 ) -> str:
-    """Train every case, ``flags`` changed by its words; return what was printed.
+    """Train every case with ``flags`` and the words of the case, and return the printed output.
 
-    The words may name another log than the one in ``folder``.
+    The words may specify a log other than the one in ``folder``.
     """
     folder.mkdir(exist_ok=True)
     done = tiny.run_python([sys.executable, *command(folder, flags, cases, processes)], env)
@@ -70,23 +70,23 @@ def run(
 
 
 def train(folder: Path, flags: list[str], cases: Mapping[str, str], processes: int = 1) -> dict[str, Curve]:
-    """Train every case as ``run`` does; return the curves by name."""
+    """Train every case in the same way as ``run``, and return the curves by name."""
     run(folder, flags, cases, processes)
     return {name: read(folder, name) for name in cases}
 
 
 def begin_with(start: Path) -> list[str]:
-    """Return the flags of a run whose weights are those of a checkpoint."""
+    """Return the flags of a run that starts from the weights of a checkpoint."""
     return ["--load", str(start), "--finetune"]
 
 
 def from_one_start(start: Path, cases: Mapping[str, str], common: str = "") -> dict[str, str]:
-    """Return a case that saves the initial weights, and the cases that begin with them.
+    """Return a case that saves the initial weights, and the cases that start from these weights.
 
     Args:
-        start: where they are saved; its name is that of the first case.
-        cases: words by name.
-        common: words of all of them.
+        start: the folder for the weights, whose name is also the name of the first case.
+        cases: the words of each case, by name.
+        common: the words that all cases share.
     """
     load = " ".join(begin_with(start))
     saving = {start.name: f"{common} --train-iters 0 --save {start}"}

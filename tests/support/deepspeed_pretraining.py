@@ -1,4 +1,4 @@
-"""Short runs of the tree's ``pretrain_gpt.py``."""
+"""Helpers for short runs of the tree's ``pretrain_gpt.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCRIPTS = Path(__file__).resolve().parents[1] / "adaptors" / "megatron_deepspee
 
 
 def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int, float]:
-    """Return the losses of a run of a tree's own script."""
+    """Return the losses of a run of a script of the tree."""
     script, *flags = steps(tree, data, *changes)
     return stock_lm.losses(stock_lm.succeeded(stock_lm.run(Path(script), flags, processes=processes)))
 
@@ -29,21 +29,22 @@ def train(tree: Path, data: Path, *changes: str, processes: int = 1) -> dict[int
 def train_sentences(
     tree: Path, data: Path, script: str, *changes: str, processes: int = 1
 ) -> dict[int, float]:
-    """Return the losses of a short run of a tree's BERT or T5; the data is of ``write_sentences``."""
+    """Return the losses of a short run of a tree's BERT or T5 on the data from ``write_sentences``."""
     given = [*stock_lm.sentence_flags(data, script), *" ".join(changes).split()]
     return stock_lm.losses(stock_lm.succeeded(stock_lm.run(tree / script, given, processes=processes)))
 
 
 def steps(tree: Path, data: Path, *changes: str) -> list[str]:
-    """Return script and flags of a short run."""
+    """Return the script and the flags of a short run."""
     more = " ".join(changes).split()
     return [str(tree / "pretrain_gpt.py"), *stock_lm.flags(data), "--train-iters", str(ITERATIONS), *more]
 
 
 def samples(tree: Path, data: Path, file: Path, *changes: str) -> list[str]:
-    """Return script and flags that write two short samples, drawn from nothing, into ``file``.
+    """Return the script and the flags that write two short unconditional samples into ``file``.
 
-    Weights are large, so that what a token sees decides what comes next; most logits are of no token.
+    The weights are large, so that the visible tokens determine the next token. Most logits belong to no
+    token.
     """
     drawn = f"--num-samples 2 --out-seq-length 12 --top_p 0.9 --genfile {file}"
     of_model = "--init-method-std 0.3 --make-vocab-size-divisible-by 1024"
@@ -52,7 +53,7 @@ def samples(tree: Path, data: Path, file: Path, *changes: str) -> list[str]:
 
 
 def engine(folder: Path, stage: int, **more: object) -> str:
-    """Write a configuration of DeepSpeed, with ``more`` entries; return the flags that name it."""
+    """Write a DeepSpeed configuration with additional entries, and return the flags that select it."""
     path = folder / f"stage-{stage}.json"
     sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": stock_lm.BATCH}
     timed = {"steps_per_print": 1, "wall_clock_breakdown": True}  # as in the trees' own scripts
@@ -62,12 +63,12 @@ def engine(folder: Path, stage: int, **more: object) -> str:
 
 
 def split_into_stages(tree: Path, checkpoint: Path, stages: int) -> None:
-    """Call ``stages.py``."""
+    """Run ``stages.py``."""
     call_in_tree(tree, "stages.py", checkpoint, stages)
 
 
 def to_universal(tree: Path, checkpoint: Path) -> None:
-    """Let DeepSpeed write a universal checkpoint beside one of its engine."""
+    """Make DeepSpeed write a universal checkpoint next to one of its engine's checkpoints."""
     (package,) = importlib.util.find_spec("deepspeed").submodule_search_locations
     script = Path(package) / "checkpoint" / "ds_to_universal.py"
     folders = f"--input_folder {checkpoint} --output_folder {checkpoint}_universal"
@@ -76,7 +77,7 @@ def to_universal(tree: Path, checkpoint: Path) -> None:
 
 
 def call_in_tree(tree: Path, script: str, *arguments: object) -> None:
-    """Call a script of tests/adaptors/megatron_deepspeed.
+    """Run a script in tests/adaptors/megatron_deepspeed.
 
     ``megatron`` is the tree there, whose enumerations a checkpoint names.
     """

@@ -1,4 +1,4 @@
-"""Which of the tests that docs/records/requirements.md names ran, and how they ended."""
+"""Record which of the tests named in docs/records/requirements.md ran, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORST = ("failed", "passed", "skipped")  # of a test with parameters: one that 
 
 
 def named(page: str) -> dict[str, list[str]]:
-    """Return the tests that a page of requirements names, each with its rows."""
+    """Return the tests that a page of requirements names, each with its table rows."""
     tests: dict[str, list[str]] = {}
     for match in _ROW.finditer(page):
         for test in _NAMED.findall(match.group(0)):
@@ -22,10 +22,10 @@ def named(page: str) -> dict[str, list[str]]:
 
 
 def outcomes(tests: Iterable[str], reports: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return how the named tests ended that were in this run.
+    """Return the outcomes of the named tests that were part of this run.
 
     Args:
-        tests: those that are named.
+        tests: the named tests.
         reports: the ids of tests by outcome; a test with parameters has an id for each.
     """
     wanted, found = set(tests), dict[str, str]()
@@ -38,7 +38,7 @@ def outcomes(tests: Iterable[str], reports: Mapping[str, Iterable[str]]) -> dict
 
 
 def summary(page: str, found: Mapping[str, str]) -> list[str]:
-    """Return lines about the named tests of this run: counts, and by name what did not pass."""
+    """Return lines about the named tests of this run: counts, and the names of those that did not pass."""
     if not found:
         return []
     rows = named(page)

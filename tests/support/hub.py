@@ -1,4 +1,4 @@
-"""A hub of Hugging Face on this machine (HF_ENDPOINT): repositories are folders, to read and to push to."""
+"""A Hugging Face hub on this machine (for HF_ENDPOINT), with folders as repositories to read and push to."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _API = re.compile(r"/api/(models|datasets)/([\w-]+/[\w.-]+)(?:/(.*))?")
 
 
 class Hub:
-    """The server.
+    """The hub's server.
 
     Args:
-        root: has ``models/OWNER/NAME`` and ``datasets/OWNER/NAME``.
+        root: the folder that contains ``models/OWNER/NAME`` and ``datasets/OWNER/NAME``.
 
     Attributes:
-        asked: the requests, as ``GET /path``.
+        asked: the requests so far, in the form ``GET /path``.
     """
 
     def __init__(self, root: Path) -> None:
@@ -41,7 +41,7 @@ class Hub:
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
-        """Serve inside the block."""
+        """Serve requests inside the block."""
         thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Do not log anything."""
 
     def do_HEAD(self) -> None:
         self._get(body=False)
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(folder: Path, path: Path) -> dict[str, Any]:
-    """Return what the hub says of a file or folder in a list."""
+    """Return the hub's description of a file or folder in a listing."""
     name = str(path.relative_to(folder))
     if path.is_dir():
         return {"type": "directory", "path": name, "oid": SHA, "size": 0}

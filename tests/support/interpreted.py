@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: its interpreter runs them on tensors of the CPU."""
+"""Run Triton's kernels without a GPU, with its interpreter and tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_npu.base.installed_packages import is_installed
 
 
 def device() -> str | None:
-    """Return on what device Triton's kernels run here, made ready for it; None: there is no triton.
+    """Prepare Triton's kernels and return the device that they run on, or None without Triton.
 
-    Where there is no GPU they are interpreted: tests/conftest.py has asked for it.
+    If there is no GPU, the kernels are interpreted, which tests/conftest.py has requested.
     """
     if not is_installed("triton"):
         return None

@@ -1,4 +1,4 @@
-"""Words of layouts and models that small trainings of several kinds share; each adds sizes of its own."""
+"""Command-line words for layouts and models, shared by small training runs that add their own sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of these tests on a megatron-core that is not the installed one."""
+"""Run the workers of these tests on a megatron-core other than the installed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OFTEN = ("0.16.1", "0.19.2")  # a warm parent that has imported one of these sav
 
 
 def root_of(version: str) -> Path:
-    """Return the folder of a megatron-core in checkouts/: its wheel, or main's tree; skip without."""
+    """Return the folder of a megatron-core in checkouts/ (a wheel, or main's tree), or skip the test."""
     root = ROOT / "checkouts" / (MAIN_TREE if version == MAIN else f"megatron_core-{version}")
     if not root.is_dir():
         pytest.skip(f"no {root.relative_to(ROOT)}: run scripts/get_megatron.sh")
@@ -26,7 +26,7 @@ def root_of(version: str) -> Path:
 
 
 def environment(version: str) -> dict[str, str]:
-    """Return the variables that find a megatron-core in checkouts/; skip the test where it is absent."""
+    """Return the environment variables that select a megatron-core in checkouts/, or skip the test."""
     root = checkout("megatron_core", version) if version == "0.16.1" else root_of(version)
     path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
     return {"PYTHONPATH": path, "MEGATRON_LM_PATH": str(root)}
@@ -35,15 +35,15 @@ def environment(version: str) -> dict[str, str]:
 def run(
     worker: str, version: str, *arguments: str, processes: int = 0, npu: bool = False, **variables: str
 ) -> None:
-    """Run a module of this folder, by itself or in the processes of a group, and demand that it succeeds.
+    """Run a module of this folder, in one process or in a process group, and check that it succeeds.
 
     Args:
-        worker: the module.
-        version: of megatron-core; it is taken from checkouts/, and the test skipped where it is absent.
-        arguments: of the module.
-        processes: torchrun's; 0: none.
-        npu: on simulated ones; the test is skipped where there can be none.
-        variables: of the environment, besides those that find the version.
+        worker: the module to run.
+        version: the version of megatron-core in checkouts/; the test is skipped if it is not there.
+        arguments: the arguments of the module.
+        processes: the number of processes that torchrun starts, or 0 to run without torchrun.
+        npu: whether to use simulated NPUs; the test is skipped if they are not available.
+        variables: additional environment variables, besides those that select the version.
     """
     common, found = tiny.environment(), environment(version) | variables
     launcher = tiny.torchrun(processes) if processes else []

@@ -1,4 +1,4 @@
-"""What a stranger's pickle may hold: it leaves a mark where it is unpickled without restraint."""
+"""Pickles with harmful content, which leave a mark if they are unpickled without restrictions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Calls:
-    """Calls a function when it is unpickled; a reader that refuses it names that function."""
+    """Calls a function when it is unpickled; a reader that rejects it names that function."""
 
     def __init__(self, function: Callable[..., object], *given: object) -> None:
         self.call = function, given
@@ -18,7 +18,7 @@ class Calls:
 
 
 class Runs(Calls):
-    """Makes a folder when it is unpickled; a reader that refuses it names ``posix.mkdir``."""
+    """Creates a folder when it is unpickled; a reader that rejects it names ``posix.mkdir``."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(os.mkdir, str(path))

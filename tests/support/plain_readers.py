@@ -1,6 +1,6 @@
-"""Readers of files that are no pickles, each with a file that is whole: for tests/campaign/fuzz.py.
+"""Readers of files that are not pickles, each with a valid file, for tests/campaign/fuzz.py.
 
-A reader takes the path of a file, and puts beside it what else it needs.
+A reader takes the path of a file, and writes the other files that it needs next to that file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ TENSORS = {"w": torch.ones(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
 
 
 def folder_of(file: Path) -> Path:
-    """Return where a copy of a file lies alone."""
+    """Return the path of a copy of a file in a folder of its own."""
     return file.with_name(f"{file.name}-folder")
 
 
 def named(file: Path, name: str) -> Path:
-    """Return a copy of a file under the name that its reader expects, alone in a folder."""
+    """Return a copy of a file in a folder of its own, under the name that the file's reader expects."""
     folder = folder_of(file)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -130,7 +130,7 @@ def read_passages(file: Path) -> object:
 
 
 def whole() -> dict[str, tuple[Reader, bytes]]:
-    """Return each reader with a file that is whole."""
+    """Return each reader with a valid file."""
     folder = Path(tempfile.mkdtemp())
     try:
         made = _made(folder)
@@ -140,7 +140,7 @@ def whole() -> dict[str, tuple[Reader, bytes]]:
 
 
 def _made(folder: Path) -> dict[str, bytes]:
-    """Return whole files, by the name of their reader."""
+    """Return valid files, keyed by the name of their reader."""
     from safetensors.torch import save_file
 
     stock_lm.write_vocabulary(folder, merges=["a b"])

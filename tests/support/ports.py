@@ -1,4 +1,4 @@
-"""A free port for what a test starts.
+"""Find a free port for a program that a test starts.
 
 The code is in a folder that imports nothing of ours beside it: it runs where ``tests`` is Megatron's package.
 """

@@ -1,4 +1,4 @@
-"""The modes that document 003 asks for: files 640, folders 750."""
+"""Check the file modes that document 003 requires: 640 for files, 750 for folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def assert_all(paths: Iterable[Path], *patterns: str) -> None:
-    """Assert that no path is more open than that, and that for each pattern there is a file among them."""
+    """Assert that no path has a wider mode, and that each pattern matches at least one file."""
     paths = list(paths)
     for pattern in patterns:
         assert any(path.match(pattern) for path in paths), f"no {pattern} was written"

@@ -1,4 +1,4 @@
-"""Processes that a test starts and waits for: they end, whether the test says when or not."""
+"""Run processes for a test; each process is killed after a time limit, whether or not the test sets one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LONGEST = 540  # seconds for whatever a test starts; the watchdog in pyproject.t
 def run(
     command: str | Sequence[str | PathLike[str]], *, timeout: float | None = LONGEST, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run ``command`` as ``subprocess.run`` does, and kill it after so many seconds.
+    """Run ``command`` like ``subprocess.run``, and kill it after a number of seconds.
 
     Args:
-        command: and its arguments.
-        timeout: in seconds; None: it may take as long as it likes, which no test asks for.
-        options: of ``subprocess.run``; ``check`` is False where it is not given.
+        command: the command and its arguments.
+        timeout: the limit in seconds. None means no limit, which no test uses.
+        options: options of ``subprocess.run``; ``check`` is False by default.
 
     Raises:
-        subprocess.TimeoutExpired: it has been killed.
+        subprocess.TimeoutExpired: the process was killed.
     """
     return subprocess.run(command, timeout=timeout, **{"check": False, **options})

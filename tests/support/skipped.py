@@ -1,4 +1,4 @@
-"""What the suite could not look at here: the skipped tests by what they lack."""
+"""Report what the suite could not test here: the skipped tests, grouped by what they require."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ UNKNOWN = "something that has no group in tests/support/skipped.py"
 
 
 def group_of(reason: str) -> str:
-    """Return what the test that was skipped for ``reason`` lacks."""
+    """Return the requirement that was missing for a test that was skipped for ``reason``."""
     known = {CASE: _CASE, **GROUPS}
     return next((name for name, pattern in known.items() if re.search(pattern, reason)), UNKNOWN)
 
 
 def summary(reasons: Iterable[str]) -> list[str]:
-    """Return a line for each group, most tests first; what needs nothing comes last."""
+    """Return a line for each group, the largest group first; tests that lack nothing come last."""
     counts = Counter(map(group_of, reasons))
     ordered = sorted(counts.items(), key=lambda item: (item[0] == CASE, -item[1]))
     return [f"{number:5} skipped for want of {name}" for name, number in ordered]

@@ -1,7 +1,7 @@
-"""The stacks of switches that are tried, each for a model; as a program, two ranks that try them in turn.
+"""Combinations of switches to test on a model; run as a program, two ranks test them in turn.
 
-``stacks.py FOLDER DEVICE`` writes ``FOLDER/RANK.json``: the name of a run -> its losses, or what went wrong.
-What they need is imported once, before the ranks are forked.
+``stacks.py FOLDER DEVICE`` writes ``FOLDER/RANK.json``: a mapping from the name of a run to its losses or its
+error. Modules are imported once, before the ranks are forked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONG_ON_NPU = [
 
 
 def every_stack(offload: tuple[bool, ...]) -> Iterator[dict]:
-    """Yield every stack of switches that goes together, for a user's model of three steps."""
+    """Yield every valid combination of switches, for a user's model that is trained for three steps."""
     precisions, checkpointed, ranks = (None, "bf16", "fp16"), (False, True), (0, 4)
     for row in itertools.product(SHARDINGS, precisions, checkpointed, ranks, offload):
         names = ("sharding", "mixed_precision", "checkpoint_activations", "lora_rank", "cpu_offload")
@@ -55,18 +55,18 @@ def every_stack(offload: tuple[bool, ...]) -> Iterator[dict]:
 
 
 def on_one_rank() -> list[dict]:
-    """Return those of one rank, which has nothing to share out, whatever the word."""
+    """Return the combinations for a single rank, on which sharding has no effect."""
     return [words for words in every_stack((False,)) if words["sharding"] in ("none", "zero-3")]
 
 
 def on_two_ranks() -> list[dict]:
-    """Return those of two ranks: recomputing and LoRA come together or not at all, to save time."""
+    """Return the combinations for two ranks; to save time, recomputation and LoRA are only used together."""
     both = ("checkpoint_activations", "lora_rank")
     return [words for words in every_stack((False,)) if sum(name in words for name in both) != 1]
 
 
 def on_npu() -> list[dict]:
-    """Return every eleventh of these stacks; each costs seconds there."""
+    """Return every eleventh of these combinations, because each takes seconds there."""
     return list(every_stack((False, True)))[::11]
 
 
@@ -76,7 +76,7 @@ def title(kind: str, words: dict) -> str:
 
 
 def runs(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
-    """Yield (name, run) of each run on this rank's device."""
+    """Yield the name and the run of each combination on this rank's device."""
     import torch
 
     from megatron_npu.options.switches import Switches
@@ -101,7 +101,7 @@ def runs(device: str) -> Iterator[tuple[str, Callable[[], list[float]]]]:
 
 
 def be_rank(rank: int, ranks: int, folder: Path, device: str, runs: Runs) -> None:
-    """Be one rank: try everything, note what comes of it."""
+    """Run as one rank: test everything and record the results."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +126,7 @@ def be_rank(rank: int, ranks: int, folder: Path, device: str, runs: Runs) -> Non
 
 
 def fork(ranks: int, folder: Path, device: str, runs: Runs) -> int:
-    """Fork the ranks, let each try the runs; return the worst of their results."""
+    """Fork the ranks, let each of them test the runs, and return the worst of their results."""
     processes = []
     for rank in range(ranks):
         process = os.fork()
@@ -144,7 +144,7 @@ def fork(ranks: int, folder: Path, device: str, runs: Runs) -> int:
 
 
 def main() -> int:
-    """Import what is needed; return the worst of the ranks' results."""
+    """Import the required modules, and return the worst of the ranks' results."""
     import peft  # noqa: F401
 
     import megatron_npu.finetune.model.prepare  # noqa: F401

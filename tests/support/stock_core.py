@@ -55,13 +55,13 @@ def pretrain(
     data: Path | None = None,
     **variables: str,
 ) -> Run:
-    """Run pretrain_gpt.py of ``tree`` in ``folder``; it must leave the tree as it is.
+    """Run pretrain_gpt.py of ``tree`` in ``folder``, and check that the tree is unchanged.
 
     Args:
-        changes: flags behind ``FLAGS``, over which they win.
+        changes: flags to add after ``FLAGS``, which they override.
         device: ``cpu``, or ``npu`` for simulated Ascend NPUs.
-        data: prefix of the dataset; None is upstream's mock data.
-        variables: of the environment.
+        data: the prefix of the dataset. If None, upstream's mock data is used.
+        variables: additional environment variables.
     """
     arguments = [*(["--data-path", str(data)] if data else ["--mock-data"]), *FLAGS, *changes]
     return run_script(
@@ -78,7 +78,7 @@ def run_script(
     device: str = "cpu",
     **variables: str,
 ) -> Run:
-    """Run ``script``, a path in ``tree``, in ``folder``; it must leave the tree as it is."""
+    """Run ``script``, a path in ``tree``, in ``folder``, and check that the tree is unchanged."""
     before = git_status(tree)
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
@@ -110,7 +110,7 @@ def losses(done: Run) -> list[float]:
 
 
 def norms(done: Run) -> list[float]:
-    """Return the norms of the gradient that the script has logged."""
+    """Return the gradient norms that the script has logged."""
     return [float(norm) for norm in re.findall(r"grad norm: (\S+)", done.stdout)]
 
 
@@ -120,7 +120,7 @@ def final_loss(done: Run) -> str:
 
 
 def write_sentences(folder: Path, *, documents: int = 60, words: int = 200) -> list[str]:
-    """Write documents of sentences, and the vocabulary of their words; return the flags that name both."""
+    """Write documents that consist of sentences, and their vocabulary; return the flags that select both."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = folder / "vocabulary.txt"
     vocabulary.write_text("\n".join([*special, *(f"word{n}" for n in range(words))]) + "\n")
@@ -137,7 +137,7 @@ def write_sentences(folder: Path, *, documents: int = 60, words: int = 200) -> l
 
 
 def learns_from_sentences(tree: Path, folder: Path, script: str, *flags: str) -> None:
-    """Run a script of BERT or T5 until it has learned which words there are."""
+    """Run a BERT or T5 script until it has learned which words occur."""
     model = LAYERS[Path(script).name]
     done = run_script(tree, folder, script, *write_sentences(folder), *model, *SENTENCES, *flags)
     curve = losses(done)

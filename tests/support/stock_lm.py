@@ -1,4 +1,4 @@
-"""Small runs of the stock scripts of a Megatron-LM 285068c8 checkout, each in processes of its own."""
+"""Small runs of the stock scripts of a Megatron-LM 285068c8 checkout, each in separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_vocabulary(folder: Path, *, merges: Sequence[str] = ()) -> tuple[Path,
     GPT-2 spells a byte as itself where that is printable, else as the next letter from U+0100 on.
 
     Args:
-        folder: where vocab.json and merges.txt will be.
+        folder: the folder in which vocab.json and merges.txt are written.
         merges: pairs of tokens with a blank between; each is a token of its own, numbered from 257 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -76,7 +76,7 @@ def write_sentences(folder: Path, words: int = 250) -> None:
 
 
 def flags(folder: Path) -> list[str]:
-    """Return the flags of the run with the data of ``folder``; later flags on a command line win."""
+    """Return the flags of a run with the data in ``folder``; later flags on a command line override them."""
     return [
         *f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS}".split(),
         *f"--seq-length {LENGTH} --max-position-embeddings {LENGTH}".split(),
@@ -97,7 +97,7 @@ _OF_T5 = (
 
 
 def sentence_flags(folder: Path, script: str) -> list[str]:
-    """Return the flags of a run of ``BERT`` or ``T5`` with the data of ``folder``."""
+    """Return the flags of a ``BERT`` or ``T5`` run with the data in ``folder``."""
     given = flags(folder)
     if script == T5:  # takes the lengths of encoder and decoder instead
         position = given.index("--seq-length")
@@ -107,7 +107,7 @@ def sentence_flags(folder: Path, script: str) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a child: this plug-in, one thread, the CPU."""
+    """Return the environment of a child process: this plug-in, one thread, and the CPU."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(tiny.ROOT)]))
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
     return {**os.environ, **own, **bytecode.elsewhere(), **changes}
@@ -125,13 +125,14 @@ def run(
     timeout: float = 240,
     **changes: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a stock script to its end with ``megatron-npu run``, under torchrun if there are more processes.
+    """Run a stock script to its end with ``megatron-npu run``, under torchrun for several processes.
 
     Args:
         script: a script of the checkout.
         arguments: its command line.
-        with_operations: False runs upstream's own operations, see ``baseline``.
-        changes: to the environment.
+        with_operations: whether to use this project's operations. If False, upstream's own are used; see
+            ``baseline``.
+        changes: changes to the environment.
     """
     launcher = tiny.torchrun(processes)
     entry = ["-m", "megatron_npu", "run"] if with_operations else [str(BASELINE)]
@@ -150,7 +151,7 @@ def run(
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:
-    """Return what a run printed, which must have ended well."""
+    """Check that a run succeeded, and return its output."""
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
     return result.stdout
 
@@ -160,9 +161,9 @@ TOOL_MULTIPLE = "--make-vocab-size-divisible-by 128"
 
 
 def change_layout(checkout: Path, source: Path, target: Path, tensor: int, pipeline: int) -> None:
-    """Cut the checkpoint of a GPT for other parallel sizes with the stock ``tools/checkpoint_util.py``.
+    """Convert a GPT checkpoint to other parallel sizes with the stock ``tools/checkpoint_util.py``.
 
-    The vocabulary lies beside the source, as ``vocab.json``; its padding is fitted to the new size.
+    The vocabulary is next to the source, as ``vocab.json``; its padding is adjusted to the new size.
     """
     sizes = f"--target-tensor-parallel-size {tensor} --target-pipeline-parallel-size {pipeline}"
     vocabulary = f"--vocab-file {source.parent}/vocab.json"
@@ -175,7 +176,7 @@ _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([0-9.E+-]+)")
 
 
 def losses(output: str) -> dict[int, float]:
-    """Return the loss of each iteration that Megatron's log tells."""
+    """Return the loss of each iteration in Megatron's log."""
     found = {int(iteration): float(loss) for iteration, loss in _LOSS.findall(output)}
     assert found, output[-3000:]
     return found
@@ -185,7 +186,7 @@ _ACCURACY = re.compile(r"number correct: (\S+) \| total examples: (\S+)")
 
 
 def accuracy(output: str) -> tuple[int, int]:
-    """Return how many LAMBADA examples were right, and of how many, that the stock task tells."""
+    """Return the number of correct LAMBADA examples, and of all examples, that the stock task prints."""
     found = _ACCURACY.search(output)
     assert found, output[-3000:]
     correct, total = map(float, found.groups())

@@ -1,4 +1,4 @@
-"""A run that takes milliseconds: numbers that count up, a model of two layers."""
+"""A training run that takes milliseconds: a model with two layers, on data that counts up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 255  # --vocab-size; 255 is the end of document
 
 
 def write_dataset(prefix: Path, *, documents: int = 100, largest: int = SIZE, seed: int = 0) -> Path:
-    """Write documents that count up in steps of 1 to 3, each ended by ``largest``; return the prefix."""
+    """Write documents that count up in steps of 1 to 3 and end with ``largest``; return their prefix."""
     generator = np.random.default_rng(seed)
     with indexed_dataset.Writer(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(documents):
@@ -34,9 +34,9 @@ def write_dataset(prefix: Path, *, documents: int = 100, largest: int = SIZE, se
 
 
 def flags_for(dataset: Path) -> list[str]:
-    """Return the flags of the tiny run; later flags on a command line win over them.
+    """Return the flags of the tiny run; later flags on a command line take precedence.
 
-    Without a picture of its losses: matplotlib would take longer than the run.
+    The run does not plot its losses, because matplotlib would take longer than the run.
     """
     return [
         *"--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split(),
@@ -47,18 +47,18 @@ def flags_for(dataset: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a child process: this tree, one thread, the CPU."""
+    """Return the environment of a child process: this tree, one thread, and the CPU."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu"}
 
 
 def torchrun(processes: int) -> list[str]:
-    """Return what stands behind ``python`` to start a program several times."""
+    """Return the words, to follow ``python``, that start a program in several processes."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def command(*arguments: str, processes: int = 1) -> list[str]:
-    """Return the command line of ``megatron-npu``, under torchrun if there are several processes."""
+    """Return the command line of ``megatron-npu``, under torchrun for several processes."""
     launcher = torchrun(processes) if processes > 1 else []
     return [sys.executable, *launcher, "-m", "megatron_npu", *arguments]
 
@@ -104,9 +104,9 @@ def tensors(checkpoint: Path) -> dict[str, object]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return the keys whose contents differ by so much as a bit.
+    """Return the keys whose contents are not bitwise identical.
 
-    Left out is what torch adds to the settings of an optimizer that has been loaded.
+    Settings that torch adds to an optimizer when it is loaded are ignored.
     """
     import torch
 

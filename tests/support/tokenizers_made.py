@@ -1,4 +1,4 @@
-"""Small tokenizers, written as the folders of published models have them."""
+"""Create small tokenizers, in the form of the folders of published models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def byte_level(
 
 
 def write_gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write ``vocab.json`` and ``merges.txt``, with ``<|endoftext|>`` as the last token, as GPT-2 has it."""
+    """Write ``vocab.json`` and ``merges.txt``, with ``<|endoftext|>`` as the last token, as in GPT-2."""
     content = json.loads(tokenizer.to_str())["model"]
     vocabulary = dict(content["vocab"])
     vocabulary.setdefault("<|endoftext|>", len(vocabulary))

@@ -1,4 +1,4 @@
-"""How far an operation may be from its fp64 formula, by dtype: relative to the largest value expected."""
+"""Tolerances of an operation's difference from its fp64 formula, by dtype, relative to the largest value."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 def assert_near(
     actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result", loose: float = 1.0
 ) -> None:
-    """Compare with fp64 ``expected``, relative to its peak: gradients of sums grow with their length.
+    """Compare with ``expected`` in fp64, relative to its peak, because gradients of sums grow with length.
 
-    ``loose`` is a factor of the tolerance, for what loses precision by design.
+    ``loose`` multiplies the tolerance, for operations that lose precision by design.
     """
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     if not expected.numel():

@@ -1,4 +1,4 @@
-"""Whole runs of ``megatron-npu train``, in processes forked from one that has imported what they need."""
+"""Whole runs of ``megatron-npu train``, in processes forked from one that has imported the modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = (  # not datasets, which reads HF_HOME as it is imported: what takes i
 
 
 def train(*arguments: object, processes: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``megatron-npu train`` to its end; it starts the processes by itself."""
+    """Run ``megatron-npu train``, which starts its own processes, to its end."""
     command = [sys.executable, "-m", "megatron_npu", "train", *map(str, arguments)]
     return warm.run(
         [*command, "--nproc-per-node", str(processes)],
@@ -43,12 +43,12 @@ def losses(folder: Path) -> list[float]:
 
 
 def evaluations(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what the evaluations of a run found, by iteration."""
+    """Return the results of a run's evaluations, by iteration."""
     return {row["iteration"]: row for row in tiny.rows(folder / "metrics.jsonl", "validation")}
 
 
 def glue(folder: Path, *, train: int = 48, validation: int = 19) -> Path:
-    """Write a data set like GLUE's MRPC, as its hub has it: pairs of sentences, the same one or not."""
+    """Write a dataset in the format of GLUE's MRPC on the hub: sentence pairs that are equivalent or not."""
     sizes = {"train": train, "validation": validation, "test": 5}
     head = ["---", "configs:", "- config_name: mrpc", "  data_files:"]
     (folder / "mrpc").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""One run of a tiny model: as torch's tutorials train, or prepared by switches. Same data, same weights."""
+"""A run of a tiny model in plain torch or prepared by switches, with the same data and weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LR, DECAY, CLIP = 3e-3, 0.1, 0.5
 
 
 def data(kind: str, steps: int) -> list[list[Batch]]:
-    """Return the micro batches of each step; every other step has the same ones, which can be learned."""
+    """Return the micro-batches of each step; every other step uses the same ones, which can be learned."""
     torch.manual_seed(1)
     two = [[KINDS[kind].batch(BATCH) for _ in range(MICRO_BATCHES)] for _ in range(2)]
     return [two[step % 2] for step in range(steps)]
 
 
 def fresh(kind: str) -> nn.Module:
-    """Return the model with the weights that every run starts from; LoRA's and dropout come next."""
+    """Return the model with the initial weights of every run, and seed LoRA's and dropout's numbers."""
     torch.manual_seed(0)
     model = KINDS[kind].model()
     torch.manual_seed(2)
@@ -34,7 +34,7 @@ def fresh(kind: str) -> nn.Module:
 
 
 def torchs_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's own AdamW for a model, as a user makes one."""
+    """Return torch's own AdamW for a model, created as in a user's script."""
     matrices = [p for p in model.parameters() if p.ndim > 1 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.ndim <= 1 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -80,7 +80,7 @@ def prepared(
 
 
 def train(made: Prepared, micro_batches: list[list[Batch]], device: torch.device) -> list[float]:
-    """Train on this rank's share of the micro batches; return the loss of each step, of all ranks."""
+    """Train on this rank's share of the micro-batches; return the loss of each step over all ranks."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     losses = []
     for step in micro_batches:
@@ -101,7 +101,7 @@ def train(made: Prepared, micro_batches: list[list[Batch]], device: torch.device
 
 
 def run(kind: str, switches: Switches, steps: int, device: torch.device, ready: bool = False) -> list[float]:
-    """Prepare and train; return the loss of each step, of all ranks. No wrapper asks for logits."""
+    """Prepare and train; return the loss of each step over all ranks. No wrapper requests logits."""
     from megatron_npu.ops.swapping import heads
 
     micro_batches = data(kind, steps)
@@ -115,7 +115,7 @@ def run(kind: str, switches: Switches, steps: int, device: torch.device, ready: 
 def resumed(
     kind: str, first: Switches, then: Switches, steps: int, device: torch.device, folder: str
 ) -> list[float]:
-    """Train half of the steps, save, and train the rest in a new model with other switches."""
+    """Train half of the steps, save, and train the rest with other switches in a new model."""
     import torch.distributed.checkpoint as dcp
 
     micro_batches, half = data(kind, steps), steps // 2

@@ -1,4 +1,4 @@
-"""Walking through a page of commands: a user's shell, with samples of what comes from the network.
+"""Execute the commands of a page as in a user's shell, with samples in place of network downloads.
 
 A clone is a copy of a tree that is there, a download a small file, an installation nothing. Everything else
 is what the page says.
@@ -42,13 +42,13 @@ def blocks_of_page(text: str) -> list[str]:
 
 
 def commands_of_page(text: str) -> list[str]:
-    """Return the command lines of the bash blocks of a page, in order; continued lines are one."""
+    """Return the command lines in the bash blocks of a page, in order; continued lines are joined."""
     lines = "".join(blocks_of_page(text)).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def bare(command: str) -> str:
-    """Return a command without its comment, and with one blank between its words."""
+    """Return a command without its comment, and with single blanks between its words."""
     return " ".join(command.partition(" #")[0].split())
 
 
@@ -94,7 +94,7 @@ class Walk:
         }
 
     def output(self, number: int) -> str:
-        """Return what a command printed, which must have ended well; those before it are run first."""
+        """Run the commands up to this one, check that it succeeded, and return its output."""
         while len(self._results) <= number:
             if all(result.returncode == 0 for result in self._results):
                 self._results.append(self._type(self.commands[len(self._results)]))
@@ -103,7 +103,7 @@ class Walk:
         return stock_lm.succeeded(self._results[number])
 
     def outputs(self, *words: str) -> list[str]:
-        """Return what each command printed that has all of ``words`` in it."""
+        """Return the output of each command that contains all of ``words``."""
         numbers = [number for number, line in enumerate(self.commands) if all(word in line for word in words)]
         return [self.output(number) for number in numbers]
 

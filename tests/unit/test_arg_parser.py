@@ -10,9 +10,12 @@ import sys
 
 import pytest
 
+from megatron_npu.adaptors.shared.arguments import add_attention_flags
 from megatron_npu.base.arg_parser import Parser, default_of, integer, number, positive, whole
 from megatron_npu.base.errors import UsageError
+from megatron_npu.base.flag_names import flags_of_others, instead_of
 from megatron_npu.commands import cli
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -31,16 +34,16 @@ def parser():
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--layers", "abc"], "--layers abc; expected a positive integer. See"),
-        (["--layers", f"{10**20}"], f"--layers {10**20}; expected a positive integer. See"),
-        (["--layers", "0"], "--layers 0; expected a positive integer. See"),
-        (["--steps", "-1"], "--steps -1; expected a non-negative integer. See"),
-        (["--seed", "1.5"], "--seed 1.5; expected an integer. See"),
-        (["--speed", "nan"], "--rate/--speed nan; expected a number. See"),
-        (["--form", "wide"], "--form 'wide'; expected long or short. See"),
-        (["--layer", "3"], "unknown flag --layer; expected --layers"),
+        (["--layers", "abc"], "--layers must be a positive integer, but got abc. See"),
+        (["--layers", f"{10**20}"], f"--layers must be a positive integer, but got {10**20}. See"),
+        (["--layers", "0"], "--layers must be a positive integer, but got 0. See"),
+        (["--steps", "-1"], "--steps must be a non-negative integer, but got -1. See"),
+        (["--seed", "1.5"], "--seed must be an integer, but got 1.5. See"),
+        (["--speed", "nan"], "--rate/--speed must be a number, but got nan. See"),
+        (["--form", "wide"], "--form must be long or short, but got 'wide'. See"),
+        (["--layer", "3"], "unknown flag --layer. Did you mean --layers?"),
         (["--layers"], "--layers: expected one argument"),
-        (["stray"], "unexpected stray"),
+        (["stray"], "unexpected argument stray"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_of_words(parser, argv, told):
@@ -54,7 +57,7 @@ def test_what_is_wrong_is_said_in_one_line_of_words(parser, argv, told):
 def test_a_missing_flag_is_named():
     parser = Parser("megatron-npu try")
     parser.add_argument("--layers", required=True)
-    with pytest.raises(UsageError, match=r"^the following arguments are required: --layers; expected "):
+    with pytest.raises(UsageError, match=r"^the following arguments are required: --layers\. See "):
         parser.parse_args([])
 
 
@@ -63,7 +66,7 @@ def test_a_misspelt_flag_is_told_before_the_required_one_that_it_was_to_be():
     parser.add_argument("--layers", required=True)
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--short", action="store_true")
-    with pytest.raises(UsageError, match=r"^unknown flag --layer; expected --layers\. "):
+    with pytest.raises(UsageError, match=r"^unknown flag --layer\. Did you mean --layers\? "):
         parser.parse_args(["--layer", "3"])
     with pytest.raises(UsageError, match=r"^one of the arguments --short is required"):
         parser.parse_args(["--layers", "3"])
@@ -75,7 +78,7 @@ def test_a_misspelt_flag_of_an_action_is_told_first_too():
     action = parser.add_subparsers(dest="action", required=True).add_parser("prune")
     action.add_argument("--keep", required=True)
     with pytest.raises(
-        UsageError, match=r"^unknown flag --kep; expected --keep .* See `megatron-npu try prune "
+        UsageError, match=r"^unknown flag --kep\. Did you mean --keep .*\? See `megatron-npu try prune "
     ):
         parser.parse_args(["prune", "--kep", "3"])
     with pytest.raises(UsageError, match=r"^the following arguments are required: --keep"):
@@ -86,7 +89,7 @@ def test_a_misspelt_flag_of_an_action_is_told_first_too():
 
 
 def test_a_value_that_is_unfit_is_told_beside_a_misspelt_flag(parser):
-    with pytest.raises(UsageError, match=r"^--layers abc; expected a positive integer"):
+    with pytest.raises(UsageError, match=r"^--layers must be a positive integer, but got abc"):
         parser.parse_args(["--layers", "abc", "--sed", "3"])
 
 
@@ -181,16 +184,16 @@ def test_help_says_which_flags_are_required(words, required, capsys):
 @pytest.mark.parametrize("words", HELPS)
 def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
     assert cli.main([*words.split(), "--no-such-flag-anywhere"]) == 2
-    assert "unknown flag --no-such-flag-anywhere; expected " in capsys.readouterr().err
+    assert "unknown flag --no-such-flag-anywhere. " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["preproces"], "unknown command 'preproces'; expected preprocess."),
-        (["hlep"], "unknown command 'hlep'; expected help."),
-        (["zzz"], "unknown command 'zzz'; expected run, pretrain, "),
-        (["help", "lamdba"], "unknown command 'lamdba'; expected lambada."),
+        (["preproces"], "unknown command 'preproces'. Did you mean preprocess?"),
+        (["hlep"], "unknown command 'hlep'. Did you mean help?"),
+        (["zzz"], "unknown command 'zzz'. The commands are run, pretrain, "),
+        (["help", "lamdba"], "unknown command 'lamdba'. Did you mean lambada?"),
     ],
 )
 def test_a_misspelt_command_gets_the_nearest_one(argv, told, capsys):
@@ -222,3 +225,53 @@ def test_help_of_a_command_is_its_own(capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("usage: megatron-npu generate")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "told"),
+    [
+        ("pretrain", "--window-size=64,0", "Use --pre-tockens LEFT --next-tockens RIGHT."),
+        ("pretrain", "--sliding-window", "Use --pre-tockens N, where N is one less than"),
+        (
+            "pretrain",
+            "--use-fused-rmsnorm",
+            "Use no flag for this, because fused operations are always on.",
+        ),
+        ("pretrain", "--npu-deterministic", "Use --deterministic-mode."),
+        ("train", "--use-fused-rmsnorm", "Use --fused-ops, which replaces all operations"),
+    ],
+)
+def test_a_flag_of_another_project_is_answered_with_ours(command, flag, told, capsys):
+    assert cli.main([command, flag]) == 2
+    assert f"unknown flag {flag}. {told}" in capsys.readouterr().err
+
+
+def test_the_answers_are_those_of_the_page_for_users_of_mindspeed():
+    page = (ROOT / "docs/how-to/switch-from-mindspeed.md").read_text(encoding="utf-8")
+    for flag in flags_of_others():
+        row = next((line for line in page.splitlines() if re.match(rf"\| .*`{flag}\b", line)), "")
+        text = instead_of(flag, _Everything()) or ""
+        names = re.findall(r"--[a-z][\w-]*", text)
+        assert row, flag
+        assert [name for name in names or ["remove"] if name not in row] == [], flag
+
+
+def test_a_stock_script_s_parser_answers_with_ours(capsys):
+    stock = argparse.ArgumentParser("pretrain_gpt.py")
+    parser = add_attention_flags(lambda parser: parser, stock)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parser.parse_args(["--use-fused-rmsnorm", "--bogus", "--sliding-window=8"])
+    end = capsys.readouterr().err.partition("unrecognized arguments: ")[2].splitlines()
+    assert end == [
+        "--use-fused-rmsnorm --bogus --sliding-window=8",
+        "megatron_npu: --use-fused-rmsnorm: use no flag for this, because fused operations are always on.",
+        "megatron_npu: --sliding-window: use --pre-tockens N, where N is one less than Transformers' "
+        "sliding_window.",
+    ]
+
+
+class _Everything:
+    """The flags of a command that has all flags."""
+
+    def __contains__(self, flag):
+        return True

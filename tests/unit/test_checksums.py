@@ -39,7 +39,7 @@ def test_what_was_written_by_earlier_versions_is_compared(tmp_path: Path) -> Non
     (tmp_path / checksums.NAME).write_text(json.dumps({"algorithm": "xxh3_128", "files": recorded}))
     assert checksums.damaged(tmp_path) == []
     flip(tmp_path / "weights")
-    assert checksums.damaged(tmp_path) == ["weights has different content than when it was saved"]
+    assert checksums.damaged(tmp_path) == ["weights has different content from when it was saved"]
 
 
 def test_large_files_are_compared_while_others_are_loaded(saved, monkeypatch) -> None:

@@ -17,9 +17,9 @@ from megatron_npu.doctor import cluster
         (
             "HCCL_HOST_SOCKET_PORT_RANGE",
             "60050-60000",
-            "HCCL_HOST_SOCKET_PORT_RANGE=60050-60000; expected port ranges such as",
+            "HCCL_HOST_SOCKET_PORT_RANGE must be auto, or port ranges such as",
         ),
-        ("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050,x", "HCCL_NPU_SOCKET_PORT_RANGE=61000-61050,x"),
+        ("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050,x", "but is 61000-61050,x"),
         ("HCCL_IF_BASE_PORT", "65530", "a port from 1024 to 65520"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_page_compares_seed_by_seed_with_the_spread_of_seeds(script):
     assert line.endswith("| **no** |")
     assert "Another seed changes the loss by 0.2000 and accuracy by 0.1000" in text
     assert "Not measured yet: gpt: later." in text
-    assert "2026-01-02, commit abc1234, torch 2; one" in text
+    assert "on 2026-01-02 at commit abc1234 with torch 2, on a machine with one" in text
 
 
 def test_a_kind_without_accuracy(script):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -43,6 +44,12 @@ def page_id(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[re.Match[str]]:
     return [block for block in BLOCK.finditer(TEXTS[page]) if block["language"] == language]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
+def test_python_code_can_be_parsed(page):
+    for block in blocks(page, "python"):
+        ast.parse(block["text"], filename=page_id(page))
 
 
 # -- links ------------------------------------------------------------------------------------------
@@ -103,9 +110,9 @@ def test_the_page_lists_every_patch(name, page):
 @pytest.mark.parametrize(
     "script",
     (
-        "addresses bench_page benchmark_tables convergence_page equal_numbers_page gpu_page known_bugs "
-        "machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels stock_flags "
-        "switch_table"
+        "addresses bench_page benchmark_tables convergence_page equal_numbers_page gpu_page house_page "
+        "known_bugs machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels "
+        "stock_flags switch_table"
     ).split(),
 )
 def test_the_generated_page_is_up_to_date(script):

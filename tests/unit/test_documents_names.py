@@ -90,7 +90,9 @@ def test_adamw_is_that_of_former_transformers(decay: float) -> None:
         expected -= size * first / (second**0.5 + 0.01)
         expected -= 0.1 * decay * expected
         assert weight.item() == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(UsageError, match="AdamW with lr -1"):
+    with pytest.raises(
+        UsageError, match=r"AdamW requires lr >= 0, eps >= 0 and betas in \[0, 1\), but got lr=-1"
+    ):
         former_names.AdamW([weight], lr=-1)
 
 

@@ -15,6 +15,11 @@ def test_an_error_comes_whole_from_another_rank():
     assert str(again) == str(ERROR) == "--fp8 on the cpu device; expected bf16. Leave out --fp8."
 
 
+def test_a_librarys_sentence_gets_no_second_period():
+    error = UsageError("megatron-core rejects this model: Heads must divide.", remedy="Change the flags.")
+    assert str(error) == "megatron-core rejects this model: Heads must divide. Change the flags."
+
+
 def test_an_error_made_of_a_whole_message_says_that_message():
     """Megatron's ``build_module`` raises ``type(error)(f"{error} when instantiating ...")``."""
     wrapped = type(ERROR)(f"{ERROR} when instantiating MambaLayer")

@@ -209,3 +209,25 @@ def test_a_link_that_another_user_has_made_is_not_written_through(tmp_path: Path
     with pytest.raises(PermissionError, match="a link created by another user"):
         open(theirs, "a", opener=files.own_opener)  # noqa: SIM115
     assert target.read_text() == "a\nb\n"
+
+
+def _link_at_partial(path: Path, target: Path) -> None:
+    """Put a link where another user, who has guessed the process number, would put it."""
+    target.write_text("precious")
+    files.partial_file(path).symlink_to(target)
+
+
+def test_a_link_at_the_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+    path, target = tmp_path / "result", tmp_path / "target"
+    _link_at_partial(path, target)
+    files.write(path, "new")
+    assert target.read_text() == "precious"
+    assert path.read_text() == "new"
+    assert not path.is_symlink()
+
+
+def test_a_pipe_at_a_temporary_name_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    os.mkfifo(f"{path}.1.partial")
+    files.write(path, "new")
+    assert path.read_text() == "new"

@@ -26,7 +26,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
         os._exit(0)
     os.read(runs, 1)  # what a child does first, it has done
     try:
-        with pytest.raises(UsageError, match="another run is writing there"):
+        with pytest.raises(UsageError, match="another run is writing to --save"):
             folder_lock.hold(tmp_path / "new")
         folder_lock.release(lock)  # as the end of the parent
         again = folder_lock.hold(tmp_path / "new")
@@ -48,7 +48,7 @@ def test_rank_0_of_a_stock_script_holds_what_it_saves_into(
     initialize(0)
     try:
         initialize(1)
-        with pytest.raises(UsageError, match="another run is writing there"):
+        with pytest.raises(UsageError, match="another run is writing to --save"):
             initialize(0)
     finally:
         for lock in folder_lock._held - held:

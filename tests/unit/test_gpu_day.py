@@ -35,13 +35,13 @@ def test_without_a_gpu_it_is_refused_in_a_line(day, monkeypatch, capsys) -> None
     monkeypatch.setattr(day, "run_all", lambda *_: pytest.fail("it runs"))
     assert day.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("gpu: torch sees no GPU; expected a CUDA GPU")
+    assert line.startswith("gpu: torch sees no GPU; this script requires a CUDA GPU")
 
 
 def test_a_piece_that_is_not_there_is_named(day, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         day.main(["benchmark"])
-    assert "benchmark: expected tests, verify, losses" in capsys.readouterr().err
+    assert "benchmark is not a piece; the pieces are tests, verify, losses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rehearsal", [[], ["--rehearse"]])

@@ -92,6 +92,7 @@ def test_groups_are_sized_where_it_is_asked_for(monkeypatch):
 def test_other_devices_refuse_it(monkeypatch):
     monkeypatch.setattr(devices, "current", lambda: Namespace(name="cuda"))
     with pytest.raises(
-        UsageError, match="--hccl-group-buffer-adaptive on the cuda device; expected an Ascend NPU"
+        UsageError,
+        match="--hccl-group-buffer-adaptive applies only to HCCL on an Ascend NPU, but the device is cuda",
     ):
         hccl_buffers.choose(Namespace(hccl_group_buffer_adaptive=True))

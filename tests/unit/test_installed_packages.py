@@ -64,4 +64,5 @@ def test_everybody_asks_here():
         for path in package.rglob("*.py")
         if "util.find_spec(" in path.read_text(encoding="utf-8")
     ]
-    assert asking == ["base/installed_packages.py"]
+    # the launcher check asks another Python, in which nothing is a stub
+    assert sorted(asking) == ["base/installed_packages.py", "doctor/launcher.py"]

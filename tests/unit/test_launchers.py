@@ -125,10 +125,10 @@ def test_what_torchrun_and_others_say_stays(settled) -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({**ASCEND, "WORLD_SIZE": "15"}, "as many NPUs in each pod as LOCAL_RANK lists"),
+        ({**ASCEND, "WORLD_SIZE": "15"}, "each pod must have as many NPUs as LOCAL_RANK lists"),
         ({**POD, "RANK": "2"}, "machine 2 of 2"),
-        ({**POD, "RANK": "x"}, "RANK=x"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without MASTER_ADDR"),
+        ({**POD, "RANK": "x"}, "RANK must be an integer, but got x"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "are set, but MASTER_ADDR is not"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "task counts such as 4"),
     ],
 )
@@ -149,6 +149,7 @@ def test_a_rank_table_is_waited_for(settled, tmp_path, monkeypatch, capsys) -> N
     table.write_text('{"status": "initializing"}')
     monkeypatch.setattr(launchers, "_WAIT", -1.0)
     with pytest.raises(
-        UsageError, match=r"hccl.json has had the status initializing for .* expected the status completed"
+        UsageError,
+        match=r"hccl.json has had the status initializing for .* only when the status is completed",
     ):
         settled({**POD, "RANK_TABLE_FILE": str(table)}, "train")

@@ -21,7 +21,10 @@ def test_which_addresses_no_other_machine_reaches(address, private) -> None:
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    with pytest.raises(UsageError, match=r"GLOO_SOCKET_IFNAME=none0 names .*an interface with an address: "):
+    with pytest.raises(
+        UsageError,
+        match=r"GLOO_SOCKET_IFNAME is set to none0, which names no .*the interfaces with an address are: ",
+    ):
         network.own_address()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert network.own_address() == "127.0.0.1"

@@ -40,9 +40,17 @@ def test_the_guides_files_are_those_of_its_appendix() -> None:
 
 def test_how_many_of_the_guides_functions_are_replaced(patches: list[Patch]) -> None:
     """19 on an NPU, 11 watched; 2 of the 19 are for NPUs alone. Another upstream has not all of them."""
-    assert " 30 functions 19 are replaced or wrapped on npu, 11 watched: " in of_the_guide(patches, "npu")
-    assert " 30 functions 17 are replaced or wrapped on cpu, 13 watched: " in of_the_guide(patches, "cpu")
-    assert of_the_guide(patches).startswith("of the guide's 30 functions 19 are replaced or wrapped, 11 ")
+    assert (
+        "19 of the guide's 30 functions are replaced or wrapped on npu, and 11 are watched"
+        in of_the_guide(patches, "npu")
+    )
+    assert (
+        "17 of the guide's 30 functions are replaced or wrapped on cpu, and 13 are watched"
+        in of_the_guide(patches, "cpu")
+    )
+    assert of_the_guide(patches).startswith(
+        "19 of the guide's 30 functions are replaced or wrapped, and 11 are watched"
+    )
     assert of_the_guide(patches[:20]) == ""
 
 
@@ -103,7 +111,7 @@ def test_several_names_and_none(patches: list[Patch]) -> None:
 def test_an_unknown_name_is_told_close_ones(name: str, close: str, patches: list[Patch]) -> None:
     with pytest.raises(UsageError) as refused:
         called([name], patches)
-    assert str(refused.value).startswith(f"there is no patch called {name}; expected ")
+    assert str(refused.value).startswith(f"there is no patch called {name}; use ")
     assert close in str(refused.value)
     assert "megatron-npu ledger --static" in str(refused.value)
 

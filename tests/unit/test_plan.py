@@ -89,12 +89,14 @@ def test_a_report_says_the_rank_that_does_not_fit() -> None:
     found = {"weights": MIB, "gradients": MIB, "optimizer": MIB, "logits": 0, "peak": 5 * MIB, "updates": 2}
     found |= {"reserved": 6 * MIB, "place": "forward", "code": 0, "error": None}
     groups = {"TENSOR_MODEL_PARALLEL_GROUP": {"ranks": 2, "buffer": MIB, "calls": 3, "bytes": 9}}
+    groups["DATA_PARALLEL_GROUP"] = {"ranks": 1, "buffer": 0, "calls": 3, "bytes": 9}  # sends nothing
     rows = [Row(0, 0, 4, found, fits=True), Row(4, 1, 4, found | {"groups": groups}, fits=False)]
     plan = Plan(job(LAYOUT), "npu", 6 * MIB, 8, rows)
     lines = plan.lines()
     assert len(lines) <= 40
     assert "does not fit: rank 4 needs 7.0 MiB of 6.0 MiB" in lines
     assert any("tensor_model_parallel_group" in line and "within a machine" in line for line in lines)
+    assert not any("data_parallel_group" in line for line in lines)
     told = json.loads(json.dumps(plan.to_json()))
     assert told["fits"] is False
     assert [row["reserved"] for row in told["ranks"]] == [6 * MIB, 6 * MIB]
@@ -409,7 +411,7 @@ def test_the_flags_that_make_a_training_of_transformers_fit() -> None:
         "--fsdp-memory-optimization --micro-batch-size 1",
         "--fsdp-memory-optimization --micro-batch-size 1 --checkpoint-activations",
     ]
-    with pytest.raises(UsageError, match="--search with train"):
+    with pytest.raises(UsageError, match="--search does not support train"):
         Shape.of(planned)
 
 

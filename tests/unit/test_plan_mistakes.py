@@ -43,7 +43,7 @@ def test_shards_that_do_not_fit_or_are_not_there(saved: Path) -> None:
         loaded(saved, LARGE + 1)
     (shard,) = saved.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:LARGE])
-    with pytest.raises(checkpoint.CheckpointException, match="description implies"):
+    with pytest.raises(checkpoint.CheckpointException, match="according to the checkpoint's description"):
         loaded(saved)
     shard.unlink()
     with pytest.raises(checkpoint.CheckpointException, match="No such file"):

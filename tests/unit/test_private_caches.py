@@ -39,3 +39,21 @@ def test_another_missing_file_is_told_as_it_is(monkeypatch) -> None:
 
     with pytest.raises(FileNotFoundError, match="no data"):
         private_caches.read(build)
+
+
+def test_another_user_s_link_at_the_lock_empties_no_file(tmp_path, monkeypatch) -> None:
+    from megatron_npu.adaptors.megatron_core.data import private_caches
+
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / private_caches._LOCK).symlink_to(target)
+    monkeypatch.setattr(shared_folder, "_PATIENCE", {True: 0.0, False: 0.0})
+
+    def build() -> str:
+        if not dist.get_rank():
+            return "built"
+        raise FileNotFoundError(2, "No such file or directory", str(tmp_path / "index.npy"))
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert private_caches.read(build) == "built"
+    assert target.read_text() == "precious"

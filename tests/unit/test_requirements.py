@@ -78,10 +78,9 @@ def test_a_partly_needs_what_cannot_be_had_here() -> None:
 def test_the_page_counts_what_was_typed() -> None:
     typings = json.loads(TYPED.read_text(encoding="utf-8"))["typings"]
     typed = {number for one in typings for number in one["typed"]}
-    read = {number for one in typings for number in one["read"]}
+    read = {number for one in typings for number in one["read"]} - typed  # some were read first, then typed
     everything = [row.number for row in rows()]
     assert typed | read == set(everything)
-    assert not typed & read
     states = Counter(row.state for row in rows() if row.number in typed)
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     for words in (

@@ -21,6 +21,6 @@ def test_another_is_refused_with_both_values_and_both_flags() -> None:
     with pytest.raises(UsageError) as caught:
         resumed_schedule.refuse_in_one_line(upstream, None, 320, 160, "total number of iterations")
     said = str(caught.value)
-    assert "total number of iterations is 320 on the command line and 160 in the checkpoint" in said
+    assert "total number of iterations is 320 on the command line but 160 in the checkpoint" in said
     assert "--override-opt_param-scheduler" in said
     assert "--use-checkpoint-opt_param-scheduler" in said

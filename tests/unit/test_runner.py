@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import run
+from megatron_npu.commands import cli, run
 from megatron_npu.upstream import stock_tools
 from tests.support import processes
 
@@ -107,7 +107,7 @@ def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Pat
         pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")
     script = script_in(tree, "tools/checkpoint/convert.py")
     with pytest.raises(
-        UsageError, match=r"TransformerEngine, which is not installed; .*`megatron-npu convert`"
+        UsageError, match=r"requires TransformerEngine, .* is not installed. .*`megatron-npu convert`"
     ):
         run.main([str(script)])
     stock_tools.refuse(script_in(tree, "tools/checkpoint/other.py"))
@@ -127,7 +127,7 @@ def test_a_script_that_runs_code_of_files_is_refused_unless_they_are_trusted(
     tree: Path, name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = script_in(tree, name)
-    with pytest.raises(UsageError, match=r" executes .*; .*MEGATRON_NPU_TRUST_FILES=1"):
+    with pytest.raises(UsageError, match=r" executes .*MEGATRON_NPU_TRUST_FILES=1"):
         run.main([str(script), *arguments])
     monkeypatch.setenv("MEGATRON_NPU_TRUST_FILES", "1")
     stock_tools.refuse(script, arguments)
@@ -181,3 +181,15 @@ def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "['--redirect', '--help', '--', '-h']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("pretrain_gtp.py", "Did you mean {}?"), ("nothing_like_it.py", "Check the path.")]
+)
+def test_a_misspelt_script_gets_the_nearest_one(tree: Path, given: str, told: str, capsys) -> None:
+    (tree / "pretrain_gpt.py").touch()
+    assert cli.main(["run", str(tree / given)]) == 2
+    expected = told.format(tree / "pretrain_gpt.py")
+    assert f"the script {tree / given} does not exist, or is not a file. {expected}" in (
+        capsys.readouterr().err
+    )

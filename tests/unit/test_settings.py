@@ -23,14 +23,18 @@ def test_settings_in_force_are_accepted(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("MEGATRON_NPU_VERFIY", "all", "expected MEGATRON_NPU_VERIFY."),
-        ("MEGATRON_NPU_STRICT", "yes", "MEGATRON_NPU_STRICT=yes; expected 0 or 1."),
-        ("MEGATRON_NPU_DEVICE", "gpu", "expected auto or npu or cuda or cpu."),
-        ("MEGATRON_NPU_SIM_HCCL_TIMEOUT", "abc", "TIMEOUT=abc; expected a positive integer."),
-        ("MEGATRON_NPU_SIM_DEVICES", "65", "DEVICES=65; expected an integer from 1 to 64."),
-        ("MEGATRON_NPU_SIM_MEMORY", "much", "expected bytes, or a number with K, M or G."),
-        ("MEGATRON_NPU_SIM_SOC", "Ascend910B9", "SOC=Ascend910B9; expected Ascend910B"),
-        ("MEGATRON_NPU_SIM_SOC", "H200", "SOC=H200; expected Ascend310B1 or "),
+        ("MEGATRON_NPU_VERFIY", "all", "Use MEGATRON_NPU_VERIFY, or unset"),
+        ("MEGATRON_NPU_STRICT", "yes", "MEGATRON_NPU_STRICT must be 0 or 1, but got yes."),
+        ("MEGATRON_NPU_DEVICE", "gpu", "must be auto, npu, cuda or cpu, but got gpu."),
+        ("MEGATRON_NPU_SIM_HCCL_TIMEOUT", "abc", "TIMEOUT must be a positive integer, but got abc."),
+        ("MEGATRON_NPU_SIM_DEVICES", "65", "DEVICES must be an integer from 1 to 64, but got 65."),
+        (
+            "MEGATRON_NPU_SIM_MEMORY",
+            "much",
+            "must be a positive number of bytes, optionally with the suffix K, M or G, but got much.",
+        ),
+        ("MEGATRON_NPU_SIM_SOC", "Ascend910B9", "SOC must be Ascend910B"),
+        ("MEGATRON_NPU_SIM_SOC", "H200", "SOC must be Ascend310B1, "),
     ],
 )
 def test_what_would_do_nothing_is_refused(monkeypatch, name, value, told):
@@ -56,7 +60,7 @@ def test_a_misspelt_variable_stops_every_way_in(start):
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(told) == 1
-    assert "unknown setting MEGATRON_NPU_DEVISE; expected MEGATRON_NPU_DEVICE." in told[0]
+    assert "unknown setting MEGATRON_NPU_DEVISE. Use MEGATRON_NPU_DEVICE, or unset" in told[0]
     assert "Traceback" not in done.stderr
 
 
@@ -71,5 +75,5 @@ def test_a_value_is_what_the_simulator_is_told(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "0", "K", "4KM", "-1G", "1.5G", "4T"])
 def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(Unfit, match="bytes, or a number with K, M or G"):
+    with pytest.raises(Unfit, match="optionally with the suffix K, M or G"):
         byte_size(text)

@@ -75,6 +75,4 @@ def test_says_that_git_does_not_have_what_was_overwritten(megatron):
 def test_says_that_there_is_no_megatron(megatron):
     shutil.rmtree(megatron / "tasks")
     said = refused(megatron / "megatron_npu" / "tests_gpt" / "main.py")
-    assert (
-        f"main.py: error: no tasks/main.py from Megatron-LM in {megatron}/megatron_npu/tests_gpt or " in said
-    )
+    assert f"main.py: error: {megatron}/megatron_npu/tests_gpt or " in said

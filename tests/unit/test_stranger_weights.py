@@ -94,4 +94,4 @@ def test_any_number_that_is_none_or_too_large_is_named(capsys):
         "empty": torch.empty(0),
     }
     assert stranger_weights.tell_of_implausible("x", weights.items()) == ["nan", "infinite", "large"]
-    assert "x: nan has a value of inf, and 2 more are like it" in capsys.readouterr().err
+    assert "x: nan has a value of inf, and 2 more weights have such values" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_the_documents_word_for_graphs_means_our_operations_on_an_npu():
 def test_a_refusal_names_the_word_that_was_typed(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     for word in ("--onnx-runtime-training", "--graph-optimization"):
-        with pytest.raises(UsageError, match=f"{word} without a C"):
+        with pytest.raises(UsageError, match=f"{word} requires a C"):
             switch_rules.refuse(Switches(graph_optimization=True, graph_word=word), Place("user", "cpu"))
 
 

@@ -66,7 +66,10 @@ def test_who_is_silent(before, after, expected):
 
 @pytest.mark.parametrize(
     ("error", "how"),
-    [("ValueError: no", "exited with ValueError: no"), (None, "exited without an error message (killed?)")],
+    [
+        ("ValueError: no", "exited with ValueError: no"),
+        (None, "exited without an error message (it may have been killed)"),
+    ],
     ids=["an error", "no word"],
 )
 def test_what_is_said_of_an_end(error, how):

@@ -125,9 +125,9 @@ def test_static_commands(bare, reports: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("pretrain --num-layers 2", "megatron-npu pretrain: error: the package torch is not installed; "),
+        ("pretrain --num-layers 2", "megatron-npu pretrain: error: the package torch is not installed, but "),
         ("ledger", "megatron-npu ledger: error: there is no Megatron on the Python path; "),
-        ("preprocess --input x", "is not installed; expected a package that megatron_npu declares. "),
+        ("preprocess --input x", "is not installed, but it is declared as a dependency of megatron_npu. "),
     ],
 )
 def test_what_computes_says_what_is_missing(bare, line: str, told: str) -> None:

@@ -77,3 +77,10 @@ def test_prose_is_searched_and_code_is_not():
 def test_a_page_opens_with_whom_it_is_for(page):
     opening = page.read_text(encoding="utf-8").split("\n", 3)[2]
     assert opening.startswith(("For ", "面向")), f"{opening!r}; expected one sentence: For whom, what for"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "records").glob("*.md")), ids=name)
+def test_a_record_has_its_dates_and_commits(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", text)
+    assert re.search(r"(\bcommits? |\bat |, |\()[0-9a-f]{7,8}\b|git log -1", text)

@@ -70,9 +70,8 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
         return
     remedy = "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Remove --deepspeed."
     raise UsageError(
-        "--deepspeed with a model that is not built as a pipeline, such as BERT or T5",
-        "a GPT, which upstream builds as a pipeline, because its training loop calls the pipeline engine",
-        remedy,
+        "--deepspeed requires a model that upstream builds as a pipeline, such as GPT, because its "
+        f"training loop calls the pipeline engine; models such as BERT and T5 are not built as one. {remedy}"
     )
 
 
@@ -89,14 +88,14 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Let only the pipeline, and not the hook, measure the time of this stage's backward pass.
+    """Make only the pipeline, and not the hook, measure the time of this stage's backward pass.
 
     With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
 
     Args:
-        engine: DeepSpeed's engine for any stage but the last. For the last stage, only the hook measures the
-            backward pass.
+        engine: DeepSpeed's engine for any stage except the last. For the last stage, only the hook measures
+            the backward pass.
     """
     engine.engine_timers.backward_timers = []
     engine.engine_timers.backward_inner_timers = []

@@ -97,7 +97,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
+        """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
         from megatron import get_args
 
         given = get_args()
@@ -201,12 +201,12 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
 
 # Flags that we add to the other Megatrons, and what does a similar thing here.
 _OF_OTHER_TREES = {
-    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE instead, the buffer size of every group in MiB.",
+    "--hccl-group-buffer-adaptive": "Set HCCL_BUFFSIZE, the buffer size of every group in MiB, instead.",
     "--swap-optimizer": "Set zero_optimization.offload_optimizer in DeepSpeed's configuration instead.",
-    "--reuse-fp32-param": "Shard the optimizer states instead, with --zero-stage 1.",
-    "--fine-grained-activation-offloading": "Recompute activations instead, with --checkpoint-activations.",
-    "--offload-modules": "Recompute activations instead, with --checkpoint-activations.",
-    "--cross-entropy-fusion-impl": "Remove it, because this tree's loss needs the full logits.",
+    "--reuse-fp32-param": "Shard the optimizer states with --zero-stage 1 instead.",
+    "--fine-grained-activation-offloading": "Recompute activations with --checkpoint-activations instead.",
+    "--offload-modules": "Recompute activations with --checkpoint-activations instead.",
+    "--cross-entropy-fusion-impl": "Remove it, because this tree's loss requires the full logits.",
 }
 
 
@@ -222,8 +222,8 @@ def refuse_flags_of_other_trees(words: Sequence[str]) -> None:
     for word in words:
         flag = word.partition("=")[0]
         if remedy := _OF_OTHER_TREES.get(flag):
-            expected = "a flag of this tree; only Megatron-LM and megatron-core have this one"
-            raise UsageError(f"{flag} with Megatron-DeepSpeed", expected, remedy)
+            expected = "only Megatron-LM and megatron-core support it"
+            raise UsageError(f"{flag} is not supported by Megatron-DeepSpeed; {expected}. {remedy}")
 
 
 def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: str) -> None:
@@ -242,16 +242,14 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
     stage = zero_stage(args, config)
     if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
         raise UsageError(
-            f"ZeRO stage {stage} with --deepspeed and a pipeline model",
-            f"--zero-stage 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, also in the configuration, because "
-            "DeepSpeed's pipeline engine shards only the optimizer states",
-            remedy,
+            f"ZeRO stage {stage} cannot be used with --deepspeed and a pipeline model: --zero-stage, also "
+            f"in the configuration, must be 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, because DeepSpeed's "
+            f"pipeline engine shards only the optimizer states. {remedy}"
         )
     if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
         raise UsageError(
-            "fp16 with --deepspeed on a CPU",
-            "bf16 or fp32, because DeepSpeed does not support fp16 on a CPU",
-            "Train with --bf16, or without --deepspeed, because Megatron-DeepSpeed's own fp16 runs on a CPU.",
+            "fp16 cannot be used with --deepspeed on a CPU, because DeepSpeed does not support it there. "
+            "Train with --bf16, or without --deepspeed, because Megatron-DeepSpeed's own fp16 runs on a CPU."
         )
 
 
@@ -271,11 +269,13 @@ def read_configuration(path: str | None) -> dict[str, Any]:
         "Pass DeepSpeed's configuration file with --deepspeed_config.",
     )
     if not path or not Path(path).is_file():
-        raise UsageError(f"--deepspeed_config {path}: no such file", expected, remedy)
+        raise UsageError(f"--deepspeed_config must be {expected}, but {path} does not exist. {remedy}")
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UsageError(f"--deepspeed_config {path}: {error}", expected, remedy) from error
+        raise UsageError(f"--deepspeed_config {path} must be {expected}: {error}. {remedy}") from error
     if not isinstance(config, dict):
-        raise UsageError(f"--deepspeed_config {path} contains a {type(config).__name__}", expected, remedy)
+        raise UsageError(
+            f"--deepspeed_config must be {expected}, but {path} contains a {type(config).__name__}. {remedy}"
+        )
     return config

@@ -1,4 +1,4 @@
-"""Decorators of ``patching`` that are bound to this upstream."""
+"""The decorators of ``patching``, bound to this upstream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ own_backport = partial(around, upstream_bug=True, condition=decorators.own_backp
 
 
 def transformer_engine_present() -> str | None:
-    """Return why a patch for missing TransformerEngine kernels is not needed: the package is installed."""
+    """Return the reason why a patch for missing TransformerEngine kernels is not needed."""
     return None if standins.te_layers() else installed("transformer_engine")
 
 

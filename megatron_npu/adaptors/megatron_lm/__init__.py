@@ -1,5 +1,5 @@
 """Adaptors for Megatron-LM 285068c8 (January 2023), with ``megatron/model/transformer.py``.
 
-There is one module per subject; its docstring names the upstream code that it patches. An adaptor only
-records patches; see ``patching``. ``unpatched`` lists what runs unpatched on purpose.
+There is one module per subject, whose docstring names the upstream code that it patches. An adaptor only
+records patches; see ``patching``. ``unpatched`` lists the functions that are intentionally not patched.
 """

@@ -1,6 +1,6 @@
-"""``--fine-grained-activation-offloading`` as in megatron-core 0.16: offload saved activations to the host.
+"""Support for ``--fine-grained-activation-offloading`` as in megatron-core 0.16.
 
-``arguments`` declares and checks it.
+Saved activations are offloaded to the host. ``arguments`` adds and checks the flag.
 """
 
 from __future__ import annotations

@@ -28,14 +28,16 @@ around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_fla
 def add_linear_loss(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Declare the flag of later Megatron versions."""
+    """Add the flag of later Megatron versions."""
     parser = original(parser)
     parser.add_argument(
         "--cross-entropy-fusion-impl",
         choices=["native", "linear"],
         default="native",
-        help="implementation of the cross-entropy; linear: fuse the loss with the output layer and compute "
-        "it block by block over the vocabulary, so that the full logits are never stored",
+        help=(
+            "implementation of the cross-entropy; linear fuses the loss with the output layer and "
+            "computes it block by block over the vocabulary, so that the full logits are never stored"
+        ),
     )
     return parser
 
@@ -54,7 +56,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 def choose_buffers(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject the flag without HCCL; otherwise record the arguments."""
+    """Reject the flag if HCCL is not used; otherwise, record the arguments."""
     hccl_buffers.choose(args)
     return original(args, *rest, **named)
 
@@ -87,7 +89,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
 def check_activation_offloading(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject unsupported combinations once upstream has determined what is recomputed."""
+    """Reject unsupported combinations after upstream has determined what is recomputed."""
     validated = original(args, *rest, **named)
     memory_flags.check_activation_offloading(validated)
     return validated
@@ -101,7 +103,10 @@ around(
 
 @around(
     "megatron.arguments:validate_args",
-    why="it requires CUDA_DEVICE_MAX_CONNECTIONS=1, which only CUDA's driver reads, and that is not in use",
+    why=(
+        "upstream requires CUDA_DEVICE_MAX_CONNECTIONS=1, which only CUDA's driver reads, and this driver"
+        " is not in use"
+    ),
 )
 def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
     """Set the variable if the user has not set it."""
@@ -116,7 +121,7 @@ def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: A
     until="never: 285068c8 is frozen",
 )
 def complete_decoder_layers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Default the number of decoder layers to the number of encoder layers."""
+    """Set the number of decoder layers to the number of encoder layers by default."""
     validated = original(*args, **kwargs)
     if validated.decoder_num_layers is None:
         validated.decoder_num_layers = validated.encoder_num_layers

@@ -1,4 +1,4 @@
-"""Core attention for all models of this checkout, and the softmax of the unfused path."""
+"""Core attention for all models of this checkout, and the softmax of the path that is not fused."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ core_attention.connect(records)
     why="upstream's version needs the packages flash-attn and einops, half precision and CUDA",
 )
 class FlashSelfAttention(torch.nn.Module):
-    """Fused attention with upstream's interface, and the window and layout set by flags when it is built.
+    """Fused attention with upstream's interface; flags set the window and layout when it is built.
 
     Args:
         causal: whether to hide keys after the query's own position; queries are aligned with the last keys.
-        softmax_scale: factor of the scores; None means 1 / sqrt(d).
-        attention_dropout: dropout probability in training.
-        device, dtype: for upstream's callers; upstream does not use them either.
+        softmax_scale: the factor of the scores. If None, 1 / sqrt(d).
+        attention_dropout: the dropout probability in training.
+        device, dtype: accepted for upstream's callers; upstream does not use them either.
     """
 
     def __init__(
@@ -77,10 +77,12 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
 
 @around(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
-    why="it takes a view of the gradient, which fused attention returns in its own order of dimensions (the "
-    "query of cross-attention)",
+    why=(
+        "upstream takes a view of the gradient, which fused attention returns in its own order of "
+        "dimensions (the query of cross-attention)"
+    ),
     order=1,  # what keeps weights lies inside
 )
 def with_contiguous_gradient(original: Callable[..., Any], ctx: Any, grad_output: Tensor) -> Any:
-    """Make the gradient contiguous first."""
+    """Make the gradient contiguous before calling the original."""
     return original(ctx, grad_output.contiguous())

@@ -1,4 +1,4 @@
-"""Functions that ``tools/checkpoint_util.py`` calls but this commit does not have."""
+"""Functions that ``tools/checkpoint_util.py`` calls but that this commit does not have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
 
 @around(
     "megatron.checkpointing:load_args_from_checkpoint",
-    why="tools/checkpoint_util.py calls it, and then mpu.parallel_state.set_...: at this commit mpu is "
-    "parallel_state itself",
+    why=(
+        "tools/checkpoint_util.py calls this function and then mpu.parallel_state.set_..., but at this "
+        "commit mpu is parallel_state itself"
+    ),
     upstream_bug=True,
     until="the tool calls mpu.set_... (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
@@ -33,5 +35,5 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
     until="transformers request a group only with fp8 (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
-    """Return None, meaning a group of only this process, if torch.distributed is not initialized."""
+    """Return None, which means a group of only this process, if torch.distributed is not initialized."""
     return original() if torch.distributed.is_initialized() else None

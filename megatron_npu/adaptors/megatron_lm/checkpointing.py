@@ -32,7 +32,7 @@ around(
     "code 0; torch.load up to 2.5 executes any code in the file",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-    """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
+    """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
     from megatron.model import enums
 
     with data_only(load_dir, enums.ModelType):
@@ -52,7 +52,7 @@ around("megatron.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(
 def refresh_main_weights(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Copy the loaded weights to the fp32 ones with ``--bf16``, as upstream does with ``--fp16``."""
+    """Copy the loaded weights to the fp32 weights with ``--bf16``, as upstream does with ``--fp16``."""
     from megatron import get_args
 
     iteration = original(model, optimizer, *rest, **kwargs)
@@ -78,9 +78,9 @@ def require_what_is_evaluated(
     load_arg, directory = _directory(*rest, **kwargs)
     if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
-            f"--{load_arg.replace('_', '-')} {directory} contains no checkpoint (no {of_scripts.TRACKER})",
-            "a folder that a training run wrote with --save",
-            "Correct the path, because without weights there is nothing to evaluate.",
+            f"--{load_arg.replace('_', '-')} must be a folder that a training run wrote with --save, but "
+            f"{directory} contains no checkpoint (it has no {of_scripts.TRACKER}). Correct the path, "
+            "because without weights there is nothing to evaluate."
         )
     return original(model, optimizer, *rest, **kwargs)
 
@@ -88,10 +88,10 @@ def require_what_is_evaluated(
 def _directory(
     opt_param_scheduler: Any = None, load_arg: str = "load", strict: bool = True
 ) -> tuple[str, str]:
-    """Return the name and the value of the argument that gives the checkpoint folder.
+    """Return the name and the value of the argument that specifies the checkpoint folder.
 
     Args:
-        opt_param_scheduler, load_arg, strict: arguments of ``load_checkpoint`` after the first two.
+        opt_param_scheduler, load_arg, strict: the arguments of ``load_checkpoint`` after the first two.
     """
     from megatron import get_args
 
@@ -135,7 +135,7 @@ def compare_checksums(
     why="--load-last-good: this tree has no --ckpt-step; only the tracker selects the checkpoint to load",
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
-    """Return the chosen iteration, and False because it is not a release."""
+    """Return the chosen iteration, and False because the checkpoint is not a release."""
     chosen = _CHOSEN.get()
     return original(tracker_filename) if chosen is None else (chosen, False)
 
@@ -173,7 +173,10 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Make ``torch.save`` replace a file only once the new one is complete; a full disk keeps the old one."""
+    """Make ``torch.save`` replace a file only once the new file is complete.
+
+    If the disk is full, the old file is kept.
+    """
     save: Callable[..., None] = torch.save
 
     def save_whole(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:

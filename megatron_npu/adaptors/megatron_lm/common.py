@@ -1,4 +1,4 @@
-"""Record the patches from ``shared`` that this upstream has in common with others."""
+"""Record the patches in ``shared`` that this upstream has in common with other upstreams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpu`` and the local DDP: HCCL buffer sizes for their groups, with ``--hccl-group-buffer-adaptive``."""
+"""Support for ``--hccl-group-buffer-adaptive``: HCCL buffer sizes for groups of ``mpu`` and the local DDP."""
 
 from __future__ import annotations
 

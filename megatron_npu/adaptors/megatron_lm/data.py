@@ -1,4 +1,4 @@
-"""``megatron.data``: dataset index files, built without a compiler, read without pickle; iterators."""
+"""Patches for ``megatron.data``: index files built without a compiler and read without pickle; iterators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ questions.connect(records, "tasks.orqa.unsupervised.nq", until="never: 285068c8 
     "samples after those of its last validation, and raises StopIteration if there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let a finished run that is started again validate on the samples of its last validation."""
+    """Make a finished run that is started again validate on the samples of its last validation."""
     from megatron.global_vars import get_args
 
     given = get_args()

@@ -1,4 +1,4 @@
-"""Decorators of ``patching`` that are bound to this upstream."""
+"""The decorators of ``patching``, bound to this upstream."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def cross_entropy_forward(
 ) -> Tensor:
     """Map logits ``[s, b, v/p]`` and targets ``[s, b]`` to the loss ``[s, b]`` in fp32.
 
-    Label smoothing is spread over the whole vocabulary; upstream spreads it over each rank's part, so its
+    Label smoothing is applied over the whole vocabulary. Upstream applies it over each rank's part, so its
     loss depends on the parallel size.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -72,7 +72,7 @@ def post_language_model_processing(
 ) -> Tensor:
     """Return the fp32 loss ``[b, s]`` for ``[s, b, h]`` and labels, or logits ``[b, s, v]`` without labels.
 
-    The results are upstream's without ``fp16_lm_cross_entropy``, which there is no reason to set here.
+    The results are those of upstream without ``fp16_lm_cross_entropy``, which there is no reason to set here.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.model.gpt_model import parallel_lm_logits
@@ -86,7 +86,7 @@ def post_language_model_processing(
 
 
 def _without_logits() -> bool:
-    """Return True if the output layer and the loss are fused: on a cpu always, because it is faster."""
+    """Return True if the output layer and the loss are fused, which on a cpu is always the case."""
     return _asks_for_linear() or devices.current().name == "cpu"
 
 

@@ -13,9 +13,10 @@ from megatron_npu.ops import norm, residual_norm
 _TARGET = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 
 
-around(f"{_TARGET}.__init__", why="it imports a CUDA extension, which our forward does not need")(
-    initialise_without_kernel
-)
+around(
+    f"{_TARGET}.__init__",
+    why="upstream's constructor imports a CUDA extension, which our forward does not need",
+)(initialise_without_kernel)
 
 
 @replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension, which it compiles at start")

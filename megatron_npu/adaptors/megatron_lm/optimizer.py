@@ -28,7 +28,7 @@ for _target in (
 
 @around(
     "megatron.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
-    why="it reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
+    why="upstream reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
 def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Provide the old method name during the call, then replace the buffers with views that share memory."""

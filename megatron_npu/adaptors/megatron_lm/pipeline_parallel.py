@@ -1,4 +1,4 @@
-"""Tensors sent between pipeline stages."""
+"""Patches for the tensors that are sent between pipeline stages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
 
 @around(
     "megatron.p2p_communication:_communicate",
-    why="with one tensor-parallel rank it gathers received tensors from a group of that rank alone: a "
-    "collective and a copy per tensor, and a communicator, for identical bits; counted on the simulated "
-    "NPU, no time measured",
+    why=(
+        "with one tensor-parallel rank upstream gathers received tensors from a group of that rank alone:"
+        " a collective and a copy per tensor, and a communicator, although the result is bitwise "
+        "identical; the calls were counted on the simulated NPU, and no time was measured"
+    ),
 )
 def send_whole_tensors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Send and receive whole tensors if splitting them would give a single part."""
+    """Send and receive whole tensors if splitting them would result in a single part."""
     from megatron import get_args
     from megatron.core import mpu
 

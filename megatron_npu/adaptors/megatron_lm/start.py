@@ -1,4 +1,4 @@
-"""Start-up: initialization, kernels that need no compilation, the log line before the first step."""
+"""Patches for start-up: initialization, kernels that need no compilation, a line before the first step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ biased_product.connect(records, fusions.no_bias)  # upstream expands what it is 
 
 @around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY, order=1)
 def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Store in each layer the norms that read its sums: its own, and the next layer's or the final one."""
+    """Store in each layer the norms that read its sums: its own, and the next layer's or the final norm."""
     original(self, *args, **kwargs)
     layers = list(self.layers)
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Functions that run unpatched although a patch might be expected; only their pins are compared."""
+"""Functions that are not patched although a patch might be expected; only their pins are compared."""
 
 from megatron_npu.adaptors.megatron_lm.decorators import watch
 
@@ -13,15 +13,18 @@ watch(
 )
 watch(
     "megatron.model.transformer:ParallelMLP.__init__",
-    why="it only builds the two linear layers; the activation is adapted in megatron.model.fused_bias_gelu",
+    why=(
+        "the class only builds the two linear layers; the activation is adapted in "
+        "megatron.model.fused_bias_gelu"
+    ),
 )
 watch(
     "megatron.model.transformer:ParallelMLP.forward",
-    why="its activation is adapted where it is defined, in megatron.model.fused_bias_gelu",
+    why="the activation is adapted where it is defined, in megatron.model.fused_bias_gelu",
 )
 watch(
     "megatron.model.transformer:ParallelAttention.forward",
-    why="it splits heads and manages the key-value cache; all arithmetic is in CoreAttention",
+    why="the class splits heads and manages the key-value cache; all arithmetic is in CoreAttention",
 )
 watch(
     "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
@@ -30,15 +33,18 @@ watch(
 )
 watch(
     "megatron.optimizer.distrib_optimizer:DistributedOptimizer.build_model_and_main_param_groups",
-    why="it groups parameters by type(), which reports torch.cuda inside Megatron",
+    why="upstream groups parameters by type(), which reports torch.cuda inside Megatron",
 )
 watch(
     "megatron.optimizer:Adam",
-    why="it is apex's FusedAdam: the real one if apex is installed, else our operation under that name",
+    why=(
+        "the name refers to apex's FusedAdam if apex is installed, and otherwise to our operation under "
+        "that name"
+    ),
 )
 watch(
     "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-    why="it groups parameters by type(), which reports torch.cuda inside Megatron",
+    why="upstream groups parameters by type(), which reports torch.cuda inside Megatron",
 )
 watch(
     "megatron.schedules:backward_step",

@@ -25,15 +25,15 @@ _PLACES = {
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 _WHY = (
-    "its backward reads main_grad from the weight and marks there that the gradient has been added; "
-    "hooks on what autograd saves return a different object"
+    "the layer's backward reads main_grad from the weight and marks there that the gradient has been "
+    "added; hooks on what autograd saves return a different object"
 )
 # Of the innermost hooks on what autograd saves, the functions; None without hooks. Older torches lack it.
 _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the patch that a linear layer needs while hooks handle the tensors that autograd saves."""
+    """Record the patch that a linear layer requires while hooks handle the tensors that autograd saves."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
@@ -81,7 +81,9 @@ class _Keeping:
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:
-    """Offload what the modules of ``layers`` save, except in the last layer, whose backward pass runs next.
+    """Offload the tensors that the modules of ``layers`` save, except in the last layer.
+
+    The backward pass of the last layer runs next, so its tensors are not moved.
 
     Args:
         layers: the layers of this pipeline stage or chunk.
@@ -107,7 +109,5 @@ def _module(layer: Any, name: str) -> torch.nn.Module:
         if isinstance(found, torch.nn.Module) and type(found).__name__ != "IdentityOp":
             return found
     raise UsageError(
-        f"--offload-modules {name}, but {type(layer).__name__} has no such module",
-        "modules that the layers have",
-        f"Remove {name}.",
+        f"--offload-modules includes {name}, but {type(layer).__name__} has no such module. Remove {name}."
     )

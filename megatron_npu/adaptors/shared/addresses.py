@@ -36,30 +36,33 @@ def require_supported(args: Any) -> None:
 def _require_client(given: str, place: str) -> None:
     if not place.startswith("msc://"):
         raise UsageError(
-            given, "a directory, or an address msc://PROFILE/… for NVIDIA's multi-storage-client", _MOUNT
+            f"{given} must be a directory, or an address msc://PROFILE/… for NVIDIA's multi-storage-client. "
+            f"{_MOUNT}"
         )
     module = sys.modules.get("megatron.core.msc_utils")
     if module is None:
-        raise UsageError(given, "a Megatron that supports msc:// (megatron-core 0.13 or later)", _MOUNT)
+        raise UsageError(
+            f"{given} requires a Megatron that supports msc:// (megatron-core 0.13 or later). {_MOUNT}"
+        )
     if not module.MultiStorageClientFeature.is_enabled():
         raise UsageError(
-            given,
-            "the package multi-storage-client, without --disable-msc",
-            "Install it with the storage's extra: pip install multi-storage-client[boto3].",
+            f"{given} requires the multi-storage-client package, without --disable-msc. Install it with the "
+            "extra for your storage backend: pip install multi-storage-client[boto3]."
         )
 
 
 def _require_format(given: str, args: Any) -> None:
     if args.ckpt_format != "torch_dist":
         raise UsageError(
-            f"{given} with --ckpt-format {args.ckpt_format}",
-            "--ckpt-format torch_dist, the only format that upstream writes to addresses",
-            "Use that format.",
+            f"{given} cannot be used with --ckpt-format {args.ckpt_format}, because upstream writes only "
+            "torch_dist to addresses. Use --ckpt-format torch_dist."
         )
     for name in _OURS:
         if getattr(args, name, False):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{given} with {flag}", "a directory", f"Remove {flag}.")
+            raise UsageError(
+                f"{given} cannot be used with {flag}, which requires a directory. Remove {flag}."
+            )
 
 
 def declare_whole(place: str) -> None:

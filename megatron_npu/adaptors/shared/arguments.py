@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_npu.base.flag_names import instead_of
 from megatron_npu.options import attention_flags
 from megatron_npu.patching.registry import Recorder
 
@@ -21,11 +22,26 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
     """Add the flags of ``AttentionFlags`` after upstream's own."""
     parser = original(parser)
     attention_flags.add_attention_flags(parser)
+    _explain_unknown_flags(parser)
     return parser
 
 
+def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
+    """Let the parser's message about unknown flags name the flags that replace MindSpeed's here."""
+    report = parser.error
+
+    def error(message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for flag in (word.partition("=")[0] for word in unknown):
+            instead = instead_of(flag, parser._option_string_actions)
+            message += f"\nmegatron_npu: {flag}: use {instead}." if instead else ""
+        report(message)
+
+    parser.error = error  # type: ignore[method-assign]  # upstream creates the parser, so it has no class of ours
+
+
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a function to record with ``around`` that lets ``declare`` add flags after upstream's own."""
+    """Return a function to record with ``around`` that makes ``declare`` add flags after upstream's own."""
 
     def add(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser

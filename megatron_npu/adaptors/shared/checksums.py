@@ -48,7 +48,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
         "--no-verify-checkpoint",
         action="store_false",
         dest="verify_checkpoint",
-        help="neither write nor verify checkpoint checksums",
+        help="neither write nor verify the checksums of checkpoints",
     )
     add_shared(parser.add_argument, "--save-per-machine")
     return parser
@@ -127,7 +127,7 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beginning(root: str | Path, place: Path) -> Iterator[Save]:
-    """Let a script start a save within the block, while the tracker has a temporary name.
+    """Allow a script to start a save within the block, while the tracker has a temporary name.
 
     Yields the save, whose tracker may also be published after the block.
     """
@@ -146,7 +146,11 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     """Return the tracker's path, or its temporary path while a save is in progress."""
     name, save = original(*args, **kwargs), under_way()
-    return name if save is None else str(save.partial)
+    if save is None:
+        return name
+    if save.partial.is_symlink():  # another user's, who has guessed the name; upstream would write through it
+        save.partial.unlink()
+    return str(save.partial)
 
 
 def named(tracker: str) -> str:

@@ -53,6 +53,6 @@ def _say_once(group: str, mebibytes: int, default: int) -> None:
     saved = 2 * (default - mebibytes)
     what = f"{saved} MiB less" if saved >= 0 else f"{-saved} MiB more"
     logger.warning(
-        "HCCL's buffers for group %s: 2 x %d MiB instead of 2 x %d MiB, %s of device memory",
+        "HCCL's buffers for group %s have 2 x %d MiB instead of 2 x %d MiB, which is %s of device memory",
         *(group, mebibytes, default, what),
     )

@@ -20,7 +20,7 @@ _WHY_SOFTMAX = "upstream's kernels are CUDA extensions, which it compiles at sta
 def connect(recorder: Recorder) -> None:
     """Record the core attention of a tree with ``CoreAttention`` in ``megatron/model/transformer.py``.
 
-    Also record the softmax, for what does not go through it.
+    The softmax is recorded too, for attention that does not use it.
 
     Args:
         recorder: the checkout's recorder.
@@ -39,8 +39,8 @@ def forward(
 ) -> Tensor:
     """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
 
-    The layer's ``attention_flags`` hold the window and the layout. If the layer has none, the default values
-    of the flags apply.
+    The layer's ``attention_flags`` contain the window and the layout. If the layer has none, the default
+    values of the flags apply.
     """
     flags: AttentionFlags = getattr(self, "attention_flags", DEFAULTS)
     causal = self.attn_mask_type.name == "causal"
@@ -61,7 +61,7 @@ def forward(
 
 @contextlib.contextmanager
 def without_flash(*names: str) -> Iterator[bool]:
-    """Switch off upstream's flash-attention flags while a layer is built, and yield whether one was on."""
+    """Disable upstream's flash-attention flags while a layer is built, and yield whether one was enabled."""
     from megatron import get_args
 
     args = vars(get_args())
@@ -74,9 +74,9 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Give a ``ParallelAttention``'s core attention the window and layout that the flags currently set.
+    """Set a ``ParallelAttention``'s window and layout to those that the flags currently define.
 
-    Cross-attention is given no window.
+    They are set on its core attention. Cross-attention has no window.
     """
     from megatron import get_args
 
@@ -107,7 +107,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, 
     """Return the attention output ``[sq, b, n, d]``, contiguous; keys and values are ``[sk, b, n, d]``.
 
     Args:
-        flags: the window, and the layout with which to call the operation. Heads stay a separate dimension,
+        flags: the window, and the layout with which the operation is called. Heads stay a separate dimension,
             because SBH and SBND have the same memory layout.
         kwargs: additional arguments of ``ops.attention.attention``.
     """

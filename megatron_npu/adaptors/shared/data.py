@@ -42,8 +42,10 @@ def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
     )
     recorder.replace(
         "megatron.data.dataset_utils:compile_helper",
-        why="it runs make inside the checkout, for the first python3 on the path, and exits if that fails; "
-        "megatron.data.helpers is already compiled, or a stub",
+        why=(
+            "upstream runs make inside the checkout, for the first python3 on the path, and exits if that"
+            " fails; megatron.data.helpers is already compiled, or a stub"
+        ),
     )(compile_no_helpers)
     module = "megatron.data.indexed_dataset"
     private_files.keep_datasets(recorder, module, "IndexedDatasetBuilder", "MMapIndexedDatasetBuilder")

@@ -15,8 +15,8 @@ OURS = ContextVar("ours", default=False)
 """Whether a program of this project trains, rather than a script of somebody else's."""
 
 # The end of a ``why`` whose gain nobody has measured on an NPU.
-LAUNCHES_COUNTED = "; launches counted on the simulated NPU, no time measured on one"
-MEMORY_COUNTED = "; memory counted on the simulated NPU, not measured on one"
+LAUNCHES_COUNTED = "; the launches were counted on the simulated NPU, and no time was measured on an NPU"
+MEMORY_COUNTED = "; the memory was counted on the simulated NPU and not measured on an NPU"
 
 
 def recorder(upstream: str) -> Recorder:
@@ -41,7 +41,7 @@ def upstream_compiles() -> str | None:
     if devices.current().name != "cuda":
         return None
     reason = dispatch.without_kernels()
-    return None if reason is None else f"{reason}: on cuda upstream compiles it"
+    return None if reason is None else f"{reason}: on cuda upstream compiles the function"
 
 
 def backports_not_wanted() -> str | None:

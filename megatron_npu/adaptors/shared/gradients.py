@@ -17,9 +17,9 @@ from megatron_npu.adaptors.shared.decorators import LAUNCHES_COUNTED
 from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 WHY = (
-    "it adds the gradient of every bias and norm to the buffer in a separate launch, eight per layer, and "
-    "the full word embedding, which is mostly zeros" + LAUNCHES_COUNTED
-)
+    "upstream adds the gradient of every bias and norm to the buffer in a separate launch, eight per "
+    "layer, and the full word embedding, which is mostly zeros"
+) + LAUNCHES_COUNTED
 
 _MAY_WAIT, _TAKES_ROWS = "megatron_npu_may_wait", "megatron_npu_takes_rows"
 
@@ -57,14 +57,14 @@ def may_take_rows(parameter: Any) -> None:
 
 
 def takes_rows(parameter: Any) -> bool:
-    """Return True if ``may_take_rows`` was called: then autograd need not return a gradient of the table."""
+    """Return True if ``may_take_rows`` was called, so that autograd need not return the table's gradient."""
     return getattr(parameter, _TAKES_ROWS, False)
 
 
 def keep_rows(table: Any, rows: Tensor, grad: Tensor) -> bool:
     """Add the gradients ``[..., h]`` of a table's ``rows`` ``[...]`` to its buffer.
 
-    Return False if it has none.
+    Return False if the table has no buffer.
     """
     if not takes_rows(table):
         return False

@@ -49,8 +49,7 @@ def _sample(row: list[str], place: str) -> dict[str, Any]:
         answers = None
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise UsageError(
-            f"{place} is not a question with answers",
-            "a question, a tab, and a list of strings in Python notation, ['Paris', 'the capital of France']",
-            "Correct the file; nothing was evaluated.",
+            f"{place} must contain a question, a tab, and a list of strings in Python notation, such as "
+            "['Paris', 'the capital of France']. Correct the file; nothing was evaluated."
         )
     return {"question": row[0], "answers": answers}

@@ -66,7 +66,7 @@ def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = F
 def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load a checkpoint, but keep this run's generator states if another type of device saved the checkpoint.
 
-    ``original`` is upstream's ``_load_base_checkpoint``, whose first result holds the states.
+    ``original`` is upstream's ``_load_base_checkpoint``, whose first result contains the states.
     """
     result = original(*args, **kwargs)
     if inspect.signature(original).bind(*args, **kwargs).arguments.get("rank0"):

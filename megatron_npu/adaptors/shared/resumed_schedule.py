@@ -44,8 +44,8 @@ def refuse_in_one_line(
         return original(self, cls_value, sd_value, name)
     except AssertionError:
         raise UsageError(
-            f"{name} is {cls_value} on the command line and {sd_value} in the checkpoint",
-            "the same learning-rate and weight-decay schedule",
-            f"Pass --override-{flags} to use the command line's schedule (for example to train longer), "
-            f"or --use-checkpoint-{flags} to keep the checkpoint's.",
+            f"{name} is {cls_value} on the command line but {sd_value} in the checkpoint; the learning-rate "
+            f"and weight-decay schedules must be the same. Pass --override-{flags} to use the command "
+            f"line's schedule (for example to train longer), or --use-checkpoint-{flags} to keep the "
+            "checkpoint's."
         ) from None

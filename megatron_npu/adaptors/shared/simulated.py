@@ -9,8 +9,10 @@ from typing import Any
 from megatron_npu import devices
 from megatron_npu.patching.registry import Recorder
 
-WHY_LINE = "its TFLOP/s and milliseconds could be mistaken for an NPU's"
-WHY_BOARD = "TensorBoard names a run by its folder, and its times could be mistaken for an NPU's"
+WHY_LINE = "the simulator's TFLOP/s and milliseconds could be mistaken for an NPU's"
+WHY_BOARD = (
+    "TensorBoard names a run by its folder, and the times of a simulated run could be mistaken for an NPU's"
+)
 
 
 def connect_old_tree(recorder: Recorder, line: str) -> None:

@@ -34,7 +34,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron``, compile kernels, and let the watchdog monitor the ranks that have met.
+    """Call ``initialize_megatron``, compile kernels, and start monitoring the connected ranks.
 
     From this call until the process ends, rank 0 holds a lock on ``--save``.
 
@@ -42,9 +42,9 @@ def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any,
         get_args: upstream's function.
 
     Raises:
-        UsageError: torchrun has restarted the run in a way that prevents the ranks from meeting, the limit on
-            open files is too low for the ranks, another run writes into ``--save``, or not all ranks see the
-            same folder there.
+        UsageError: torchrun has restarted the run in a way that prevents the ranks from connecting, the limit
+            on open files is too low for the ranks, another run writes into ``--save``, or not all ranks see
+            the same folder there.
     """
     launchers.settle(("run", sys.argv[0]))
     watchdog.end_with_launcher()
@@ -75,9 +75,9 @@ def _hold_save_folder(args: Any) -> None:
 
 
 def connect_old_tree(recorder: Recorder) -> None:
-    """Record the patches that trees with ``megatron/initialize.py`` need at start-up.
+    """Record the patches that trees with ``megatron/initialize.py`` require at start-up.
 
-    Its functions are alike.
+    The functions in these files are similar across the trees.
 
     Args:
         recorder: the checkout's recorder.
@@ -85,7 +85,7 @@ def connect_old_tree(recorder: Recorder) -> None:
     recorder.around(
         "megatron.initialize:initialize_megatron",
         devices=WITHOUT_CUDA,
-        why="it asserts that CUDA is available unless an argument turns the check off",
+        why="upstream asserts that CUDA is available unless an argument turns the check off",
     )(allow_no_cuda)
     recorder.around("megatron.initialize:initialize_megatron", why=private_files.WHY)(
         private_files.tighten_umask
@@ -93,7 +93,9 @@ def connect_old_tree(recorder: Recorder) -> None:
     recorder.around("megatron.initialize:initialize_megatron", why=WHY_WATCHED)(_watch_old_tree)
     recorder.replace(
         "megatron.fused_kernels:load",
-        why="it compiles CUDA kernels with nvcc inside the checkout; each of them has an operation here",
+        why=(
+            "upstream compiles CUDA kernels with nvcc inside the checkout; each of them has an operation here"
+        ),
     )(load_no_kernels)
 
 

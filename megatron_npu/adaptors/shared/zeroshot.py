@@ -20,7 +20,7 @@ COUNTS_TWICE = (
 
 
 def keep_the_end(original: Callable[[], Any]) -> Any:
-    """Build LAMBADA's passages; keep the last tokens of those that are too long, and print how many."""
+    """Build LAMBADA's passages; truncate long passages to their last tokens, and print how many there are."""
     dataset = original()
     longer = 0
     for tokens, answer in zip(dataset.tokens, dataset.labels, strict=True):
@@ -28,9 +28,8 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
         if surplus >= max(len(tokens), 1):
             raise UsageError(
                 f"a passage's last word has {len(answer)} tokens, which is too long for --seq-length "
-                f"{dataset.seq_len}",
-                "enough positions for the word and a token before it",
-                "Use a model with more positions.",
+                f"{dataset.seq_len}: there must be enough positions for the word and a token before it. Use "
+                "a model with more positions."
             )
         if surplus > 0:
             del tokens[:surplus]
@@ -49,7 +48,7 @@ def count_each_once(original: Callable[..., Any], data_loader: Any, model: Any, 
 
 
 def _without_repeated(data_loader: Any, eval_metric: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches; each rank has the same number of them, because upstream adds up results one by one.
+    """Yield the batches, the same number on each rank, because upstream adds up the results batch by batch.
 
     A batch has ``text`` [b, s + 1] and ``pad_mask`` [b, s], int64, which marks the tokens to predict.
     """

@@ -24,7 +24,7 @@ def length(args: Namespace) -> int:
 
 
 def theirs(model: Any, args: Namespace) -> Tensor | None:
-    """Return a transformers model's cosines and sines [2, positions, hn / 2]; None without rotary embedding.
+    """Return the cosines and sines of a transformers model, [2, positions, hn / 2], or None without RoPE.
 
     Args:
         model: the whole model, on the host.

@@ -60,7 +60,7 @@ def _agreeing(config: Config) -> dict[str, Any]:
         for key, value in values.items():
             key = "rope_type" if key == "type" else key
             if value is not None and found.setdefault(key, value) != value:
-                raise config.refusal(key, [found[key], value], "the same value in every place that sets it")
+                raise config.refusal(key, [found[key], value], "the same in every place that sets it")
     return found
 
 
@@ -156,9 +156,7 @@ class _Scaling:
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
-            raise self._config.refusal(
-                _LENGTH, [inside, beside], "the same value in every place that sets it"
-            )
+            raise self._config.refusal(_LENGTH, [inside, beside], "the same in every place that sets it")
         value = beside or inside or default or self._config.number("max_position_embeddings")
         if not config_file.is_number(value) or value != int(value) or value < 1:
             raise self._config.refusal(f"rope_scaling {_LENGTH}", value, "a positive integer")

@@ -37,10 +37,8 @@ def reference(folder: Path) -> Any:
     except Exception as error:  # of any kind: packages that are not installed, broken files, code
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(
-            f"transformers cannot read the tokenizer in {folder}: {reason}",
-            "a tokenizer that it can read",
-            "Get a fresh copy of its files, or pass --tokenizer-type NullTokenizer to "
-            "convert without a tokenizer.",
+            f"transformers cannot read the tokenizer in {folder}: {reason}. Get a fresh copy of its files, "
+            "or pass --tokenizer-type NullTokenizer to convert without a tokenizer."
         ) from error
 
 
@@ -53,9 +51,9 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
     found = difference(ours, theirs)
     if found is not None:
         raise UsageError(
-            f"the {type(ours).__name__} and the tokenizer of transformers differ: {found}",
-            "the same tokens on both sides",
-            "Nothing was written, because the model would read and write different tokens than in training.",
+            f"the {type(ours).__name__} and the tokenizer of transformers must produce the same tokens, but "
+            f"they differ: {found}. Nothing was written, because the model would read and write different "
+            "tokens than in training."
         )
     line = f"both tokenizers agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
     return f"{line} tokens; a text ends with {theirs.eos_token} ({ours.eod})"
@@ -77,7 +75,10 @@ def difference(ours: Tokenizer, theirs: Any) -> str | None:
 def _differences(ours: Tokenizer, theirs: Any) -> Iterator[str]:
     yield from _other_tokens(ours.vocabulary, theirs.get_vocab())
     if ours.eod != theirs.eos_token_id:
-        yield f"a text ends with token {ours.eod} here and with token {theirs.eos_token_id} there"
+        yield (
+            f"a text ends with token {ours.eod} in ours and with token {theirs.eos_token_id} in that of "
+            "transformers"
+        )
     for text in _texts(ours, theirs):
         yield from _read_otherwise(ours, theirs, text)
     ids = list(ours.vocabulary.values())
@@ -103,15 +104,18 @@ def _other_tokens(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[str]
     for token in sorted(ours.keys() | theirs.keys()):
         if ours.get(token) != theirs.get(token):
             yield (
-                f"the token {token!r} has id {_shown(ours.get(token))} here and "
-                f"{_shown(theirs.get(token))} there"
+                f"the token {token!r} has id {_shown(ours.get(token))} in ours and "
+                f"{_shown(theirs.get(token))} in that of transformers"
             )
 
 
 def _read_otherwise(ours: Tokenizer, theirs: Any, text: str) -> Iterator[str]:
     here, there = ours.encode(text), theirs.encode(text)
     if here != there:
-        yield f"{_cut(text)!r} is encoded as {_numbers(here)} here and as {_numbers(there)} there"
+        yield (
+            f"{_cut(text)!r} is encoded as {_numbers(here)} by ours and as {_numbers(there)} by that of "
+            "transformers"
+        )
     yield from _written_otherwise(ours, theirs, here)
 
 
@@ -120,7 +124,10 @@ def _written_otherwise(ours: Tokenizer, theirs: Any, ids: list[int]) -> Iterator
     here = ours.decode(ids)
     there = theirs.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if here != there:
-        yield f"{_numbers(ids)} is decoded as {_cut(here)!r} here and as {_cut(there)!r} there"
+        yield (
+            f"{_numbers(ids)} is decoded as {_cut(here)!r} by ours and as {_cut(there)!r} by that of "
+            "transformers"
+        )
 
 
 def _shown(token: int | None) -> str:

@@ -24,7 +24,7 @@ def add_flag(add: Callable[..., Any]) -> None:
         type=whole,
         default=0,
         metavar="N",
-        help="skip up to N malformed rows and list them in a file; 0: stop at the first one",
+        help="skip up to N malformed rows and list them in a file; with 0, stop at the first one",
     )
 
 
@@ -51,9 +51,9 @@ class Skipped:
         if len(self._rows) > self._most:
             last = self._rows[self._most]
             raise UsageError(
-                f"{last.file}:{last.line}: {last.why}; this is malformed row number {self._most + 1}",
-                f"at most {self._most} malformed rows ({FLAG})",
-                "Correct the files, or pass a larger number; nothing was written.",
+                f"{last.file}:{last.line}: {last.why}; this is malformed row number {self._most + 1}, but "
+                f"{FLAG} allows at most {self._most}. Correct the files, or pass a larger number; nothing "
+                "was written."
             )
 
     def publish(self) -> None:
@@ -62,4 +62,6 @@ class Skipped:
             self.path.unlink(missing_ok=True)
             return
         files.write(self.path, "".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
-        print(f"megatron-npu preprocess: {len(self._rows)} rows skipped: {self.path}", file=sys.stderr)
+        print(
+            f"megatron-npu preprocess: skipped {len(self._rows)} malformed rows: {self.path}", file=sys.stderr
+        )

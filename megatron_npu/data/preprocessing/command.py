@@ -68,8 +68,8 @@ def _add_tokenizer(add: flags.Add) -> None:
     flags.add_tokenizer(
         add,
         tokenizer_files.KINDS,
-        "tokenizer: GPT-2's, a tokenizer.json, BERT's (lower case or cased), or NullTokenizer for texts "
-        "that are already token ids",
+        "tokenizer: that of GPT-2, a tokenizer.json, that of BERT (lower case or cased), or NullTokenizer "
+        "for texts that are already token ids",
         vocab_file_aliases=["--vocab"],
         vocab_file="GPT-2's vocab.json or BERT's vocab.txt",
     )
@@ -122,18 +122,23 @@ def _add_work(add: flags.Add) -> None:
         default=1,
         help="number of worker processes; it does not change the output",
     )
-    add("--chunk-size", type=positive, help="no effect; accepted for compatibility with Megatron's tool")
+    add("--chunk-size", type=positive, help="has no effect; accepted for compatibility with Megatron's tool")
     add(
         "--partitions",
         type=positive,
         default=1,
-        help="no effect, because the output always keeps the input's order; accepted for compatibility with "
-        "Megatron's tool",
+        help=(
+            "has no effect, because the output always keeps the order of the input; accepted for "
+            "compatibility with Megatron's tool"
+        ),
     )
     add(
         "--keep-sequential-samples",
         action="store_true",
-        help="no effect, because the output always keeps the input's order; accepted for compatibility",
+        help=(
+            "has no effect, because the output always keeps the order of the input; accepted for "
+            "compatibility"
+        ),
     )
     add(
         "--log-interval",
@@ -157,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
         with interruption.termination_heard():
             preprocess(arguments)
     except KeyboardInterrupt:
-        print("megatron-npu preprocess: interrupted, nothing was written", file=sys.stderr)
+        print("megatron-npu preprocess: interrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
 
@@ -189,9 +194,9 @@ def preprocess(arguments: argparse.Namespace) -> None:
         raise
     except OSError as error:
         raise UsageError(
-            f"{error.filename or f'--output-prefix {arguments.output_prefix}'}: {error.strerror}",
-            "readable input files, and enough disk space for the dataset",
-            "Free some space, or use another folder; nothing was written.",
+            f"{error.filename or f'--output-prefix {arguments.output_prefix}'}: {error.strerror}. The input "
+            "files must be readable, and the disk must have enough space for the dataset. Free some space, "
+            "or use another folder; nothing was written."
         ) from error
 
 
@@ -245,11 +250,7 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
     if sentences is not None:
         sentences.splitter()
     elif arguments.keep_newlines:
-        raise UsageError(
-            "--keep-newlines without --split-sentences",
-            "both flags or neither",
-            "Remove it, or add --split-sentences.",
-        )
+        raise UsageError("--keep-newlines requires --split-sentences. Remove it, or add --split-sentences.")
     cut, skips = windows.named_by(arguments), arguments.skip_bad_rows > 0
     return Recipe(tokenizer, keys, arguments.append_eod, dtype.name, sentences, cut, skips)
 
@@ -302,16 +303,14 @@ def _check_place(prefix: str) -> None:
     directory = Path(prefix).parent
     if not directory.is_dir():
         raise UsageError(
-            f"--output-prefix {prefix}: the directory {directory} does not exist",
-            "an existing directory",
-            "Create it first, or correct the path.",
+            f"--output-prefix {prefix}: the directory {directory} does not exist. Create it first, or "
+            "correct the path."
         )
 
 
 def _refuse_empty(writer: indexed_dataset.Writer, key: str) -> None:
     if not writer.tokens:
         raise UsageError(
-            f"--input: no document has text under the key {key!r}",
-            "at least one document with text",
-            "Check the files and --json-keys; nothing was written.",
+            f"--input: no document has text under the key {key!r}, but at least one is required. Check the "
+            "files and --json-keys; nothing was written."
         )

@@ -44,9 +44,8 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
     if suffix == ".zst":
         if (zstd := zstd_module()) is None:
             raise UsageError(
-                f"--input {path}",
-                "the package backports.zstd, which reads .zst files",
-                "Install it: pip install backports.zstd.",
+                f"--input {path} requires the package backports.zstd, which reads .zst files. Install it: "
+                "pip install backports.zstd."
             )
         return zstd.ZstdFile(raw)
     return raw
@@ -65,7 +64,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
         return stream.read(size)
     except damage as error:
         raise UsageError(
-            f"--input {path}: {error}", "an undamaged compressed file", "Fetch or compress the file again."
+            f"--input {path} is damaged or not a compressed file: {error}. Fetch or compress the file again."
         ) from error
 
 

@@ -74,7 +74,8 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     if (arguments.input is None) == (arguments.hf_dataset is None):
         given = "neither" if arguments.input is None else "both"
         raise UsageError(
-            f"{given} --input and --hf-dataset", "only one of the two", "Pass either --input or --hf-dataset."
+            f"{given} --input and --hf-dataset were given, but exactly one of the two is required. Pass "
+            "either --input or --hf-dataset."
         )
     if arguments.hf_dataset is not None:
         return _rows(arguments.hf_dataset, arguments.hf_name, arguments.hf_split, keys, "--hf-dataset")
@@ -82,9 +83,8 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
     plain = next(filter(plain_text.is_plain_text, files.paths), None) if len(keys) > 1 else None
     if plain is not None:
         raise UsageError(
-            f"--json-keys {' '.join(keys)} with the plain-text file {plain}",
-            "one key, because plain text has no keys",
-            "Pass one key, or only JSON-lines files.",
+            f"--json-keys must be a single key for the plain-text file {plain}, because plain text has no "
+            f"keys, but got {' '.join(keys)}. Pass one key, or only JSON-lines files."
         )
     return files
 
@@ -107,9 +107,9 @@ def _paths(name: str) -> list[str]:
         return _below(Path(name))
     found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
     if not found:
-        reason = "not a file" if Path(name).exists() else "no such file"
+        reason = "it is not a file" if Path(name).exists() else "there is no such file"
         raise UsageError(
-            f"--input {name}: {reason}", "a text file, or a folder of text files", "Correct the path."
+            f"--input {name} must be a text file, or a folder of text files, but {reason}. Correct the path."
         )
     return found
 
@@ -129,9 +129,8 @@ def _below(folder: Path) -> list[str]:
     taken = [file for file in files if Path(plain_name(file)).suffix in _TAKEN_FROM_FOLDERS]
     if not taken:
         raise UsageError(
-            f"--input {folder}: none of its {len(files)} files ends in {', '.join(_TAKEN_FROM_FOLDERS)}",
-            "a folder of text",
-            f"Name the files themselves, for example {folder}/*.",
+            f"--input {folder} must contain text, but none of its {len(files)} files has the extension "
+            f"{', '.join(_TAKEN_FROM_FOLDERS)}. Pass the files themselves, for example {folder}/*."
         )
     if others := len(files) - len(taken):
         print(f"--input {folder}: ignoring files of other types: {others}", file=sys.stderr)

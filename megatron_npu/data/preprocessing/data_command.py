@@ -17,7 +17,7 @@ from megatron_npu.data.preprocessing import dataset_sums, indexed_dataset, token
 from megatron_npu.data.tokenization import flags
 from megatron_npu.safe_files import lazy_index
 
-_PREFIX = "a dataset's path without .bin and .idx"
+_PREFIX = "path of a dataset without .bin and .idx"
 _SHOWN = 20  # tokens of a document that decode shows without a tokenizer
 _PIECE = 4096  # documents that merge copies at a time
 
@@ -179,9 +179,9 @@ def _decode(options: argparse.Namespace) -> int:
     data = opened(options.prefix)
     if options.document >= data.summary.documents:
         raise UsageError(
-            f"--document {options.document}, but the dataset has {data.summary.documents} documents",
-            f"0 to {data.summary.documents - 1}",
-            "Pass a smaller number; `megatron-npu data count` prints how many documents there are.",
+            f"--document must be from 0 to {data.summary.documents - 1}, because the dataset has "
+            f"{data.summary.documents} documents, but got {options.document}. Pass a smaller number; "
+            "`megatron-npu data count` prints how many documents there are."
         )
     tokenizer = tokenizer_files.named_by(options).build() if _names_a_tokenizer(options) else None
     starts = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])[data.documents]
@@ -209,9 +209,8 @@ def _merge(options: argparse.Namespace) -> int:
     if len(kinds) > 1:
         told = ", ".join(f"{part.prefix} ({part.summary.dtype.name})" for part in parts)
         raise UsageError(
-            f"the datasets have different token dtypes: {told}",
-            "the same token dtype and tokenizer",
-            "Preprocess them again with the same tokenizer.",
+            f"the datasets must have the same token dtype and tokenizer, but their dtypes differ: {told}. "
+            "Preprocess them again with the same tokenizer."
         )
     _require_new(options.output_prefix, parts)
     with indexed_dataset.Writer(options.output_prefix, parts[0].summary.dtype) as writer:
@@ -229,15 +228,13 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
     place = Path(f"{prefix}.bin")
     if not place.parent.is_dir():
         raise UsageError(
-            f"--output-prefix {prefix}: the directory {place.parent} does not exist",
-            "an existing directory",
-            "Create it first, or correct the path.",
+            f"--output-prefix {prefix}: the directory {place.parent} does not exist. Create it first, or "
+            "correct the path."
         )
     if any(place.exists() and place.samefile(f"{part.prefix}.bin") for part in parts):
         raise UsageError(
-            f"--output-prefix {prefix} is one of the merged datasets",
-            "a prefix that is not among the inputs",
-            "Pass another --output-prefix.",
+            f"--output-prefix {prefix} is one of the merged datasets, but it must not be among the inputs. "
+            "Pass another --output-prefix."
         )
 
 
@@ -262,7 +259,7 @@ def verify(prefixes: Sequence[str]) -> int:
             told = (
                 "unchanged since it was written"
                 if known
-                else f"no checksums ({dataset_sums.path_of(prefix)})"
+                else f"it has no checksums ({dataset_sums.path_of(prefix)})"
             )
         except UsageError as error:
             known, told = False, str(error)

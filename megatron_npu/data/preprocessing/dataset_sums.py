@@ -93,14 +93,14 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"{found} cannot be read ({error})", "the checksum file of a dataset", f"Remove {found}."
+            f"{found} must be the checksum file of a dataset, but it cannot be read ({error}). Remove "
+            f"{found}."
         ) from error
     if faults:
         raise UsageError(
-            f"the dataset is damaged: {'; '.join(faults)}",
-            f"the files as they were written ({found})",
-            f"Copy or preprocess the data again. Remove {found} if another program rewrote the files on "
-            "purpose.",
+            f"the dataset is damaged: {'; '.join(faults)}. Its files must be as they were written "
+            f"({found}). Copy or preprocess the data again, or remove {found} if another program rewrote "
+            "the files on purpose."
         )
     return True
 
@@ -108,7 +108,7 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
 def _read(path: Path) -> dict[str, Sums]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if (content["algorithm"], content["block"]) != (ALGORITHM, BLOCK):
-        raise ValueError(f"unknown checksum algorithm {content['algorithm']!r}")
+        raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     return {name: content["files"][name] for name in ("idx", "bin")}
 
 

@@ -203,9 +203,8 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         yield from _in_order(pool, batches, 2 * workers)
     except BrokenProcessPool as error:
         raise UsageError(
-            "a worker process was killed",
-            f"{workers} running worker processes",
-            "If the machine ran out of memory, lower --workers; nothing was written.",
+            f"one of the {workers} worker processes was killed. If the machine ran out of memory, lower "
+            "--workers; nothing was written."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -101,24 +101,24 @@ class Rows:
             yield from self.rows
         except Exception as error:  # as above; a closed generator's is none
             raise UsageError(
-                f"{self.flag} {self.name}: {_first_line(error)}",
-                "rows that can be read",
-                "Check the file or the connection; nothing was written.",
+                f"{self.flag} {self.name}: the rows cannot be read: {_first_line(error)}. Check the file or "
+                "the connection; nothing was written."
             ) from error
 
     def _line(self, row: Mapping[str, Any], number: int) -> str:
         missing = [key for key in self.keys if key not in row]
         if missing:
             raise UsageError(
-                f"{self.flag} {self.name}: no column {missing[0]!r} (there are {', '.join(map(repr, row))})",
-                f"text under {', '.join(map(repr, self.keys))}",
-                "Name the columns with --json-keys; nothing was written.",
+                f"{self.flag} {self.name}: there is no column {missing[0]!r} (the columns are "
+                f"{', '.join(map(repr, row))}), but text is required under "
+                f"{', '.join(map(repr, self.keys))}. Specify the columns with --json-keys; nothing was "
+                "written."
             )
         try:
             return json.dumps({key: row[key] for key in self.keys}) + "\n"
         except TypeError as error:  # a date, an image
             raise UsageError(
-                f"{self.flag} {self.name}: row {number}: {error}", "text", "Name other columns."
+                f"{self.flag} {self.name}: row {number} must contain text: {error}. Choose other columns."
             ) from error
 
 
@@ -127,9 +127,8 @@ def _library(flag: str) -> ModuleType:
         import datasets
     except ImportError as error:
         raise UsageError(
-            f"{flag} ({error})",
-            "the package datasets",
-            "Install it: pip install 'megatron_npu[data]' (or pip install datasets).",
+            f"{flag} requires the package datasets, which cannot be imported ({error}). Install it: pip "
+            "install 'megatron_npu[data]' (or pip install datasets)."
         ) from error
     return datasets
 
@@ -155,9 +154,9 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
 def _refused(name: str, split: str, error: Exception, flag: str) -> UsageError:
     given = f"{flag} {name}" + (f" --hf-split {split}" if flag == "--hf-dataset" else "")
     return UsageError(
-        f"{given}: {_first_line(error)}",
-        "a dataset on the hub, or a local csv, json, parquet or arrow file, or a folder of them",
-        "Correct the name or the split; a dataset on the hub needs a connection to it (or to HF_ENDPOINT).",
+        f"{given} cannot be read: {_first_line(error)}. It must be a dataset on the hub, or a local csv, "
+        "json, parquet or arrow file, or a folder of such files. Correct the name or the split; a dataset "
+        "on the hub requires a connection to it (or to HF_ENDPOINT)."
     )
 
 

@@ -158,8 +158,7 @@ def publish(writers: Sequence[Writer]) -> None:
 
 
 def _create(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
-    stream = os.fdopen(descriptor, "wb", buffering=1 << 20)
+    stream = files.created(path, 0o640, 1 << 20)
     files.claim(stream)
     return stream
 
@@ -196,7 +195,7 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
     """Check a dataset before it is used. The index is read completely.
 
     The ids are compared with the vocabulary. If the ``.bin`` file has up to 256 MiB, all ids are checked;
-    otherwise, those in 256 evenly spaced blocks of 256 MiB in total.
+    otherwise, the ids in 256 evenly spaced blocks of 256 MiB in total are checked.
 
     Args:
         prefix: the path of the dataset without ``.bin`` and ``.idx``.
@@ -204,23 +203,23 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
 
     Raises:
         UsageError: a file is missing, truncated, of another type, or inconsistent with the other file or the
-            checksums; there are no tokens; an id is outside the vocabulary.
+            checksums; there are no tokens; or an id is outside the vocabulary.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
         if not path.is_file():
             raise UsageError(
-                f"{path}: no such file",
-                "a .bin and an .idx file in the same folder",
-                "Pass the path without its extension, or create the dataset with `megatron-npu preprocess`.",
+                f"{path} does not exist, but a dataset consists of a .bin and an .idx file in the same "
+                "folder. Pass the path without its extension, or create the dataset with `megatron-npu "
+                "preprocess`."
             )
     with lazy_index.mapped(index) as opened:
         dtype, sequences, boundaries = _read_header(Path(opened))
         tokens = _check_index(Path(opened), dtype, sequences, boundaries)
-    _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, the size given by its .idx")
+    _require(data, data.stat().st_size, tokens * dtype.itemsize, "bytes, the size given by its .idx file")
     if not tokens:
         raise UsageError(
-            f"{data} contains no tokens", "at least one token", "Preprocess files that contain text."
+            f"{data} contains no tokens, but at least one is required. Preprocess files that contain text."
         )
     dataset_sums.require(prefix)
     largest, sampled = _check_tokens(data, dtype, vocab_size)
@@ -245,7 +244,7 @@ def document_boundaries(prefix: str | Path) -> np.ndarray:
 def _require(path: Path, found: int, expected: int, what: str) -> None:
     if found != expected:
         state = ", so it seems truncated" if found < expected else ""
-        raise UsageError(f"{path} has {found} bytes{state}", f"{expected} {what}", _REMEDY)
+        raise UsageError(f"{path} has {found} bytes{state}; it must have {expected} {what}. {_REMEDY}")
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
@@ -254,19 +253,21 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         head = stream.read(HEADER.size)
     if not head.startswith(MAGIC):
         raise UsageError(
-            f"{path}: the file begins with {head[:9]!r}", f"{MAGIC!r}, as in an indexed dataset", _REMEDY
+            f"{path} is not an indexed dataset: it must begin with {MAGIC!r}, but it begins with "
+            f"{head[:9]!r}. {_REMEDY}"
         )
     if len(head) < HEADER.size:
         _require(path, len(head), HEADER.size, "bytes, the size of the header")
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise UsageError(f"{path}: unsupported version {version}", f"version {VERSION}", _REMEDY)
+        raise UsageError(f"{path} has version {version}, but only version {VERSION} is supported. {_REMEDY}")
     if code not in CODES:
         raise UsageError(
-            f"{path}: unknown token type {code}", f"an integer type, one of {sorted(CODES)}", _REMEDY
+            f"{path} has the unknown token type {code}; it must be an integer type, one of {sorted(CODES)}. "
+            f"{_REMEDY}"
         )
     size = HEADER.size + 12 * sequences + 8 * boundaries
-    _require(path, path.stat().st_size, size, f"bytes, for its {sequences} sequences")
+    _require(path, path.stat().st_size, size, f"bytes for its {sequences} sequences")
     return np.dtype(CODES[code]).newbyteorder("<"), sequences, boundaries
 
 
@@ -279,19 +280,21 @@ def _check_index(path: Path, dtype: np.dtype, sequences: int, boundaries: int) -
     documents = raw[at + 12 * sequences :].view("<i8")
     if sequences and lengths.min() < 0:
         raise UsageError(
-            f"{path}: a sequence has the length {lengths.min()}", "lengths of at least 0", _REMEDY
+            f"{path}: the length of a sequence must be at least 0, but it is {lengths.min()}. {_REMEDY}"
         )
     done = 0
     for expected in _sequence_pointers(lengths, dtype.itemsize):
         if not np.array_equal(pointers[done : done + len(expected)], expected):
             raise UsageError(
-                f"{path}: invalid sequence offsets", "the cumulative sums of the lengths", _REMEDY
+                f"{path} has invalid sequence offsets; they must be the cumulative sums of the lengths. "
+                f"{_REMEDY}"
             )
         done += len(expected)
     ordered = boundaries and documents[0] == 0 and documents[-1] == sequences and _ascends(documents)
     if not ordered:
         raise UsageError(
-            f"{path}: invalid document boundaries", f"ascending numbers from 0 to {sequences}", _REMEDY
+            f"{path} has invalid document boundaries; they must be ascending numbers from 0 to {sequences}. "
+            f"{_REMEDY}"
         )
     return int(lengths.sum(dtype=np.int64))
 
@@ -310,9 +313,9 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
         smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         raise UsageError(
-            f"{path}: token id {smallest if smallest < 0 else largest}",
-            "ids from 0" + (f" to {vocab_size - 1}, the last id of the vocabulary" if vocab_size else ""),
-            "Pass the --vocab-file and --merge-file of the dataset, or preprocess it again.",
+            f"{path} contains the token id {smallest if smallest < 0 else largest}, but ids must be "
+            + (f"from 0 to {vocab_size - 1}, the last id of the vocabulary" if vocab_size else "at least 0")
+            + ". Pass the --vocab-file and --merge-file of the dataset, or preprocess it again."
         )
     return largest, sampled
 

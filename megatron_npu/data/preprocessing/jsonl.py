@@ -94,10 +94,9 @@ def documents(
                 bad.append(BadRow(batch.path, number, str(fault), begins))
                 continue
             raise LineError(
-                f"{batch.path}:{number}: {fault}",
-                f"one JSON object per line with text under {', '.join(map(repr, keys))}",
-                "Correct the line, name the keys with --json-keys, or skip such lines with "
-                "--skip-bad-rows N; nothing was written.",
+                f"{batch.path}:{number}: {fault}. Each line must be a JSON object with text under "
+                f"{', '.join(map(repr, keys))}. Correct the line, specify the keys with --json-keys, or "
+                "skip such lines with --skip-bad-rows N; nothing was written."
             ) from fault
 
 
@@ -109,7 +108,7 @@ def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _UnfitError(f"byte {error.start} is not UTF-8") from error
+        raise _UnfitError(f"byte {error.start} is not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise _UnfitError(
             f"it is not valid JSON ({error})" if line.strip() else "the line is empty"

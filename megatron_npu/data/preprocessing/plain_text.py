@@ -45,8 +45,7 @@ def batch(path: str, key: str) -> Batch:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--input {path}: byte {error.start} is not UTF-8",
-            "plain text encoded in UTF-8",
-            "Convert it, for example with iconv; nothing was written.",
+            f"--input {path} must be plain text encoded in UTF-8, but byte {error.start} is not valid "
+            "UTF-8. Convert it, for example with iconv; nothing was written."
         ) from error
     return Batch(path, 1, json.dumps({key: text}).encode(), Path(path).stat().st_size)

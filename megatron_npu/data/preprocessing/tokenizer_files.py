@@ -116,9 +116,8 @@ def named_by(arguments: argparse.Namespace) -> TokenizerFiles:
     for name in ("vocab_size", "null_tokenizer_eod_id"):
         if getattr(arguments, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} with --tokenizer-type {kind}",
-                f"this flag only with {NULL}",
-                "Remove it.",
+                f"--{name.replace('_', '-')} can be used only with --tokenizer-type {NULL}, but got "
+                f"--tokenizer-type {kind}. Remove it."
             )
     if kind == HUGGING_FACE:
         _require(arguments, "tokenizer_model")
@@ -134,7 +133,6 @@ def _require(arguments: argparse.Namespace, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
     if missing:
         raise UsageError(
-            f"--tokenizer-type {arguments.tokenizer_type} without {' and '.join(missing)}",
-            "the files that this tokenizer reads",
-            "Pass them.",
+            f"--tokenizer-type {arguments.tokenizer_type} requires {' and '.join(missing)}. Add the "
+            "missing flags."
         )

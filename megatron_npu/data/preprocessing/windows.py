@@ -48,21 +48,16 @@ def named_by(arguments: argparse.Namespace) -> Windows | None:
     if length is None or stride is None:
         given, absent = ("--stride", "--seq-length") if length is None else ("--seq-length", "--stride")
         raise UsageError(
-            f"{given} without {absent}",
-            "both flags",
-            "Pass both the length of a window and the distance between windows.",
+            f"{given} requires {absent}. Pass both the length of a window and the distance between windows."
         )
     if stride > length:
         raise UsageError(
-            f"--stride {stride}",
-            f"a stride of at most --seq-length {length}",
-            "Lower the stride: a larger one loses tokens. For windows without overlap, pass the same value "
-            "to both.",
+            f"--stride must be at most --seq-length {length}, but got {stride}. Lower the stride: a larger "
+            "one loses tokens. For windows without overlap, pass the same value to both."
         )
     if arguments.split_sentences:
         raise UsageError(
-            "--stride with --split-sentences",
-            "only one of the two",
-            "Remove one: windows would split sentences.",
+            "--stride and --split-sentences are mutually exclusive, because windows would split sentences. "
+            "Remove one."
         )
     return Windows(length, stride)

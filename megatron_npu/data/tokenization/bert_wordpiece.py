@@ -1,4 +1,4 @@
-"""BERT's WordPiece from ``vocab.txt``: the ids of Megatron's BertWordPieceLowerCase and BertWordPieceCase.
+"""BERT's WordPiece from ``vocab.txt``, with the ids of Megatron's BertWordPieceLowerCase and -Case.
 
 Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
 in Megatron, because the ``tokenizers`` library uses another version of these tables. That library then
@@ -34,8 +34,9 @@ _IDEOGRAPHS = (
 
 
 class _Cleaned(dict[int, str | None]):
-    """Table for ``str.translate``: drops control characters, normalizes blanks, puts blanks around
-    ideographs.
+    """Table for ``str.translate`` that drops control characters and normalizes blanks.
+
+    It also puts blanks around ideographs.
     """
 
     def __missing__(self, code: int) -> str | None:
@@ -44,7 +45,7 @@ class _Cleaned(dict[int, str | None]):
 
 
 class _Cut(dict[int, str | None]):
-    """Table for ``str.translate``: puts blanks around punctuation, and drops accents if requested."""
+    """Table for ``str.translate`` that puts blanks around punctuation, and drops accents if requested."""
 
     def __init__(self, strip_accents: bool) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ def _cleaned(letter: str) -> str | None:
 
 
 def _is_punctuation(letter: str) -> bool:
-    """Return whether a character is punctuation, including ASCII symbols such as "$" and "+"."""
+    """Return True if a character is punctuation, including ASCII symbols such as "$" and "+"."""
     return (letter.isascii() and letter.isprintable() and not letter.isalnum() and letter != " ") or (
         unicodedata.category(letter).startswith("P")
     )
@@ -80,7 +81,7 @@ class BertWordPieceTokenizer:
 
     Args:
         vocab_file: ``vocab.txt``, one token per line; a token's id is its line number, counted from 0.
-        lower_case: convert to lower case and remove accents (BertWordPieceLowerCase).
+        lower_case: whether to convert to lower case and remove accents (BertWordPieceLowerCase).
 
     Raises:
         UsageError: the file is missing, not UTF-8, or lacks a special token.
@@ -116,12 +117,12 @@ class BertWordPieceTokenizer:
         return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text; removed spaces, accents and capitals are not restored."""
+        """Decode ids to text; spaces, accents and capitals that were removed are not restored."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return the map from tokens to ids of a ``vocab.txt``; a repeated token gets its last id.
+    """Return the map from tokens to ids in a ``vocab.txt``; a repeated token gets its last id.
 
     Raises:
         UsageError: the file is not a BERT vocabulary.
@@ -131,13 +132,14 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UsageError(f"--vocab-file {path}: {reason}", "a readable text file", remedy) from error
+        raise UsageError(f"--vocab-file {path} cannot be read: {reason}. {remedy}") from error
     if not lines[-1]:
         lines.pop()
     vocabulary = {line.strip(): number for number, line in enumerate(lines)}
     missing = [token for token in NEEDED if token not in vocabulary]
     if missing:
         raise UsageError(
-            f"--vocab-file {path} lacks {', '.join(missing)}", "BERT's tokens, one per line", remedy
+            f"--vocab-file {path} lacks {', '.join(missing)}; it must contain BERT's tokens, one per line. "
+            f"{remedy}"
         )
     return vocabulary

@@ -1,4 +1,4 @@
-"""Flags for a tokenizer and its files, with Megatron's names, the same in every command."""
+"""Flags for a tokenizer and its files, with Megatron's names, which are the same in every command."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def add_tokenizer(
 
     Args:
         add: ``add_argument`` of a parser or group.
-        kinds: supported tokenizers, by Megatron's names; the first is the default.
-        meaning: help text of ``--tokenizer-type``.
+        kinds: the supported tokenizers, by Megatron's names; the first is the default.
+        meaning: the help text of ``--tokenizer-type``.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: description of the file, for the help text.
+        vocab_file: a description of the file, for the help text.
     """
     add("--tokenizer-type", choices=kinds, default=kinds[0], help=meaning)
     add_gpt2_files(add, vocab_file_aliases=vocab_file_aliases, vocab_file=vocab_file)
     add(
         "--tokenizer-model",
         metavar="DIR",
-        help="the tokenizer.json of a HuggingFaceTokenizer, or the folder that contains it",
+        help="tokenizer.json of a HuggingFaceTokenizer, or the folder that contains it",
     )
 
 
@@ -56,7 +56,7 @@ def add_gpt2_files(
         add: ``add_argument`` of a parser or group.
         note: the end of the help texts.
         vocab_file_aliases: other spellings of ``--vocab-file``.
-        vocab_file: description of the file, for the help text.
+        vocab_file: a description of the file, for the help text.
     """
     add("--vocab-file", *vocab_file_aliases, metavar="FILE", help=f"{vocab_file}{note}")
     add("--merge-file", metavar="FILE", help=f"GPT-2's merges.txt{note}")

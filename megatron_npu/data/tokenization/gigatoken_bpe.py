@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE with the package gigatoken, if installed: the same ids as ``gpt2_bpe``, but faster.
+"""GPT-2's byte-level BPE with the package gigatoken, if installed, with the ids of ``gpt2_bpe`` but faster.
 
-``regex`` and gigatoken use different Unicode tables. The tests encode with both every character of the planes
-that contain letters: between letters, digits, spaces and copies of itself.
+``regex`` and gigatoken use different Unicode tables. The tests encode every character of the planes that
+contain letters with both: between letters, digits, spaces and copies of itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def version() -> str | None:
 
 
 def is_used() -> bool:
-    """Return whether gigatoken is installed in a version whose ids were compared with ours."""
+    """Return True if gigatoken is installed in a version whose ids were compared with ours."""
     installed = version()
     return installed is not None and installed in TRIED
 
 
 def said() -> str:
-    """Return a line that names the encoder, with the reason if it is not gigatoken."""
+    """Return a line that names the encoder, with the reason if the encoder is not gigatoken."""
     if is_used():
         return f"tokenizing for GPT-2 with gigatoken {version()}"
     there = f"{version()} is installed" if version() else "it is not installed"

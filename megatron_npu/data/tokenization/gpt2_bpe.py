@@ -1,8 +1,8 @@
-"""GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``: the ids of Megatron's GPT2BPETokenizer.
+"""GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the ids of Megatron's GPT2BPETokenizer.
 
 Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. They are
-split with the ``regex`` package, as in Megatron: the Unicode tables of ``tokenizers`` are older, so thousands
-of newer letters would be split differently.
+split with the ``regex`` package, as in Megatron, because the Unicode tables of ``tokenizers`` are older, so
+that thousands of newer letters would be split differently.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class GPT2Tokenizer:
 
     Args:
         vocab_file: ``vocab.json``, which maps tokens to ids. All ids must be below the number of entries.
-        merge_file: ``merges.txt``, a version line followed by one merge per line, highest priority first.
+        merge_file: ``merges.txt``, which has a version line followed by one merge per line, highest priority
+            first.
 
     Raises:
-        UsageError: a file is missing or invalid, the two do not belong together, or ``<|endoftext|>`` or the
-            symbol of a byte is missing.
+        UsageError: a file is missing or invalid, the two files do not belong together, or ``<|endoftext|>``
+            or the symbol of a byte is missing.
     """
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
@@ -56,9 +57,8 @@ class GPT2Tokenizer:
             model = models.BPE(vocab=vocabulary, merges=merges)
         except Exception as error:  # the library raises bare Exception
             raise UsageError(
-                f"--merge-file {merge_file} with --vocab-file {vocab_file}: {error}",
-                "merges whose parts and results are all in the vocabulary",
-                "Use the two files of the same model.",
+                f"--merge-file {merge_file} does not match --vocab-file {vocab_file}: {error}. The parts "
+                "and results of all merges must be in the vocabulary. Use the two files of the same model."
             ) from error
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -107,7 +107,7 @@ def _read(path: Path, flag: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(
-            f"{flag} {path}: {reason}", "a readable text file", f"Pass the path of GPT-2's file with {flag}."
+            f"{flag} {path} cannot be read: {reason}. Pass the path of GPT-2's file with {flag}."
         ) from error
 
 
@@ -121,25 +121,21 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     try:
         vocabulary: Any = json.loads(_read(path, "--vocab-file"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--vocab-file {path}: {error}", "JSON", remedy) from error
+        raise UsageError(f"--vocab-file {path} is not valid JSON: {error}. {remedy}") from error
     if not isinstance(vocabulary, dict) or not all(type(i) is int for i in vocabulary.values()):
-        raise UsageError(
-            f"--vocab-file {path} is not a JSON object", "an object that maps tokens to ids", remedy
-        )
+        raise UsageError(f"--vocab-file {path} must be a JSON object that maps tokens to ids. {remedy}")
     missing = [
         symbol for symbol in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT) if symbol not in vocabulary
     ]
     if missing:
         raise UsageError(
-            f"--vocab-file {path} lacks {sorted(missing)[0]!r} ({len(missing)} missing)",
-            f"a token for each of the 256 bytes, and {END_OF_TEXT}",
-            remedy,
+            f"--vocab-file {path} must contain a token for each of the 256 bytes and {END_OF_TEXT}, but "
+            f"{sorted(missing)[0]!r} is missing ({len(missing)} in total). {remedy}"
         )
     if sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UsageError(
-            f"--vocab-file {path}: {len(vocabulary)} entries with ids up to {max(vocabulary.values())}",
-            f"each id from 0 to {len(vocabulary) - 1} exactly once",
-            remedy,
+            f"--vocab-file {path} must use each id from 0 to {len(vocabulary) - 1} exactly once, but it has "
+            f"{len(vocabulary)} entries with ids up to {max(vocabulary.values())}. {remedy}"
         )
     return vocabulary
 
@@ -157,8 +153,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             merges.append((pair[0], pair[1]))
         elif pair:
             raise UsageError(
-                f"{path}:{number}: {line[:60]!r}",
-                "two tokens separated by a space",
-                "Pass the merges.txt of a GPT-2 model with --merge-file.",
+                f"{path}:{number}: each line must consist of two tokens separated by a space, but got "
+                f"{line[:60]!r}. Pass the merges.txt of a GPT-2 model with --merge-file."
             )
     return merges

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer from its ``tokenizer.json``, using only the ``tokenizers`` library."""
+"""A Hugging Face tokenizer, read from its ``tokenizer.json`` with only the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, which contains the whole tokenizer; transformers is not needed.
+    """A tokenizer in a ``tokenizer.json``, which contains the whole tokenizer; transformers is not needed.
 
     Args:
-        folder: folder with ``tokenizer.json``, and ``tokenizer_config.json`` or ``special_tokens_map.json``
-            for the end-of-text token.
+        folder: a folder with ``tokenizer.json``, and with ``tokenizer_config.json`` or
+            ``special_tokens_map.json`` for the end-of-text token.
 
     Raises:
         UsageError: a file is missing or invalid, or there is no end-of-text token.
@@ -33,11 +33,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / FILE
         if not path.is_file():
-            raise UsageError(
-                f"--tokenizer-model {folder} contains no tokenizer.json",
-                "a folder that has one",
-                "Correct the path.",
-            )
+            raise UsageError(f"--tokenizer-model {folder} contains no tokenizer.json. Correct the path.")
         self._model = _read(path)
         self.vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         # not their number: ids may have holes
@@ -46,9 +42,8 @@ class HuggingFaceTokenizer:
         eod = None if end is None else self._model.token_to_id(end)
         if eod is None:
             raise UsageError(
-                f"{folder}: tokenizer_config.json sets eos_token to {end!r}",
-                "a token that tokenizer.json contains",
-                "Set eos_token there to the end-of-text token.",
+                f"{folder}: tokenizer_config.json sets eos_token to {end!r}, which is not a token in "
+                "tokenizer.json. Set eos_token there to the end-of-text token."
             )
         self.eod: int = eod
         self.unknown: int | None = self._unknown(Path(folder))
@@ -72,7 +67,7 @@ class HuggingFaceTokenizer:
         return [added[token].content for token in sorted(added)]
 
     def token(self, token: int) -> str | None:
-        """Return the text of a token; None if the id does not exist."""
+        """Return the text of a token, or None if the id does not exist."""
         return self._model.id_to_token(token)
 
     @functools.cached_property
@@ -86,7 +81,7 @@ class HuggingFaceTokenizer:
 
         Args:
             text: any text.
-            special_tokens: include the tokens that the tokenizer adds to every text (``<s>``).
+            special_tokens: whether to include the tokens that the tokenizer adds to every text (``<s>``).
 
         Raises:
             UsageError: the text cannot be encoded as UTF-8.
@@ -114,7 +109,9 @@ def _read(path: Path) -> Tokenizer:
     try:
         model = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise UsageError(f"{path}: {error}", "a Hugging Face tokenizer", "Get a fresh copy.") from error
+        raise UsageError(
+            f"{path} is not a valid Hugging Face tokenizer: {error}. Get a fresh copy."
+        ) from error
     # lengths that somebody's training batches had, which transformers leaves aside as well
     model.no_truncation()
     model.no_padding()
@@ -122,7 +119,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def special_token(folder: Path, role: str) -> str | None:
-    """Return a folder's token for a role such as ``eos_token``, or None."""
+    """Return the token that a folder defines for a role such as ``eos_token``, or None."""
     for name in (CONFIG, SPECIAL_TOKENS):
         token = read_object(folder / name).get(role)
         token = token.get("content") if isinstance(token, dict) else token
@@ -132,7 +129,7 @@ def special_token(folder: Path, role: str) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file."""
+    """Return the JSON object in a file; empty if the file does not exist."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -10,12 +10,12 @@ _SHOWN = 60  # characters of a text in a message
 
 
 class NullTokenizer:
-    """Converts between ids and texts, which are ids separated by spaces.
+    """Converts between ids and texts that consist of ids separated by spaces.
 
     Args:
         size: ``--vocab-size``, the number of ids without the default end-of-document id; ``vocab_size`` is
             one larger.
-        end: ``--null-tokenizer-eod-id``, the end-of-document id; None: the last id, ``size``.
+        end: ``--null-tokenizer-eod-id``, the end-of-document id. If None, it is the last id, ``size``.
 
     Raises:
         UsageError: ``end`` is greater than ``size``.
@@ -27,9 +27,8 @@ class NullTokenizer:
         self.unknown: int | None = None
         if self.eod > size:
             raise UsageError(
-                f"--null-tokenizer-eod-id {end} with --vocab-size {size}",
-                f"an id up to {size}",
-                "Change one of the two flags.",
+                f"--null-tokenizer-eod-id must be at most --vocab-size {size}, but got {end}. Change one of "
+                "the two flags."
             )
 
     def encode(self, text: str) -> list[int]:
@@ -42,9 +41,9 @@ class NullTokenizer:
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise UsageError(
-                f"the text {shown!r}",
-                f"numbers from 0 to {self.vocab_size - 1}, because the NullTokenizer reads only ids",
-                "Pass ids, for example 5 17 3.",
+                f"the text must consist of numbers from 0 to {self.vocab_size - 1}, because the "
+                f"NullTokenizer reads only ids, but got {shown!r}",
+                remedy="Pass ids, for example 5 17 3.",
             )
         return [int(word) for word in words]
 

@@ -10,9 +10,9 @@ class Tokenizer(Protocol):
     """Converts text to ids and back.
 
     Attributes:
-        vocab_size: number of ids.
+        vocab_size: the number of ids.
         eod: the id that ends a text.
-        unknown: the id of the unknown token; None: there is none, or it is ``eod``.
+        unknown: the id of the unknown token; None if there is none, or if it is ``eod``.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Check that text from a command line can be encoded: it may contain invalid bytes."""
+"""Check that text from a command line can be encoded, because it may contain invalid bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def require(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"a text that is not UTF-8: character {error.start + 1} is {text[error.start]!a}",
-            "text in UTF-8",
-            "Enter it again in an editor or terminal that uses UTF-8.",
+            f"the text must be valid UTF-8, but its character {error.start + 1} is {text[error.start]!a}",
+            remedy="Enter it again in an editor or terminal that uses UTF-8.",
         ) from error

@@ -1,4 +1,4 @@
-"""Detect a vocabulary that does not match its data: most words become the unknown token."""
+"""Detect a vocabulary that does not match its data, so that most words become the unknown token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ SAMPLES = 64  # that are looked at where a run begins
 
 
 def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
-    """Return a warning about unknown tokens; an empty string if there are few.
+    """Return a warning about unknown tokens, or an empty string if there are few.
 
     Args:
-        unknown: number of unknown tokens.
-        tokens: number of all tokens.
-        data: description of the encoded data.
+        unknown: the number of unknown tokens.
+        tokens: the number of all tokens.
+        data: a description of the encoded data.
         tokenizer: the tokenizer's file or folder, with the flag that names it.
     """
     if unknown <= LIMIT * tokens:

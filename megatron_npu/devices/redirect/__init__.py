@@ -1,8 +1,8 @@
 """Map ``torch.cuda``, ``"cuda"`` and ``nccl`` to a device that is not CUDA.
 
-Megatron names CUDA in some 750 lines (core 0.16.1), too many to patch, so torch's names are remapped instead.
-Three rules keep this safe: only devices of type cuda are mapped; torch's own code gets real values when it
-probes the hardware (``callers.py``); ``off`` undoes everything.
+Megatron refers to CUDA in some 750 lines (core 0.16.1), which are too many to patch, so torch's names are
+remapped instead. Three rules keep this safe: only devices of type cuda are mapped; torch's own code gets real
+values when it probes the hardware (``callers.py``); ``off`` undoes everything.
 
 Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields the owner, name and new
 value of every attribute of torch to replace. It sees the replacements of the previous modules.
@@ -27,14 +27,14 @@ _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collecti
 
 
 class Redirection:
-    """Maps torch's CUDA names to ``device``; ``off`` restores them."""
+    """Maps torch's CUDA names to ``device``; ``off`` restores the names."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection; this has no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection. This has no effect on the cuda device, or if it is already enabled."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:

@@ -1,4 +1,4 @@
-"""Autocast for ``"cuda"``, and the functions that get and set its state."""
+"""Redirect autocast for ``"cuda"``, and the functions that get and set its state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Translate = Callable[[Any], Any]  # from a device type to the one that it means
 def replacements(device: Device) -> Iterator[Replacement]:
     """Yield the replacements that map autocast for ``cuda`` to ``device``.
 
-    ``torch.amp.custom_fwd`` and ``custom_bwd`` need no replacement, because they look these names up when
-    called. So functions decorated before the redirection use it, and those decorated during it stop using it
-    when it ends. Megatron's linear layers are such functions
+    ``torch.amp.custom_fwd`` and ``custom_bwd`` require no replacement, because they look these names up when
+    they are called. Functions that were decorated before the redirection therefore use it, and those
+    decorated during the redirection stop using it when it ends. Megatron's linear layers are such functions
     (``LinearWithGradAccumulationAndAsyncCommunication``).
 
     Without a dtype, autocast uses the default of ``device``: bfloat16 on the CPU, float16 elsewhere.

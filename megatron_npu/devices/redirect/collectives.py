@@ -1,4 +1,4 @@
-"""Process groups and collectives of ``torch.distributed`` under NCCL's name and with its behavior."""
+"""Redirect process groups and collectives of ``torch.distributed`` that use NCCL's name and behavior."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements for process groups, and for collectives that need the backend's help."""
+    """Yield the replacements for process groups, and for collectives that require support by the backend."""
     yield dist, "init_process_group", _init_process_group(device)
     yield from _in_both_modules("new_group", _new_group(device))
     for name in version_counters.WITHOUT_BUMP:
@@ -51,7 +51,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:
-    """Yield a function under both of its names: torch's own modules use the one in ``distributed_c10d``."""
+    """Yield a function under both of its names; torch's own modules use that in ``distributed_c10d``."""
     yield dist, name, value
     yield dist.distributed_c10d, name, value
 

@@ -1,4 +1,7 @@
-"""Other functions with device arguments: loading, storages, generators, default tensor types, meshes, DDP."""
+"""Redirect other functions with device arguments.
+
+These are loading, storages, generators, default tensor types, meshes and DDP.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def _storage_to(target: Target) -> Callable[..., Any]:
 
 
 def _generator_type(target: Target) -> type:
-    """Return a replacement for ``torch.Generator`` that creates torch's own generators as its instances."""
+    """Return a replacement for ``torch.Generator`` whose instances are torch's own generators."""
     original = torch.Generator
 
     class GeneratorType(type):
@@ -67,7 +70,7 @@ def _generator_type(target: Target) -> type:
 
 
 def _default_tensor_type(device: Device) -> Callable[[Any], None]:
-    """Set dtype and device separately, because torch has no NPU tensor types to set as the default."""
+    """Set the default dtype and device separately, because torch has no NPU tensor types for this purpose."""
     original = torch.set_default_tensor_type
     has_device = False
 

@@ -1,4 +1,4 @@
-"""``device="cuda"`` in functions that create tensors."""
+"""Redirect ``device="cuda"`` in functions that create tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's functions for the default generator; a CPU needs two generators (see ``CpuDevice``)."""
+"""Redirect torch's functions for the default generator; a CPU needs two generators (see ``CpuDevice``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.devices.redirect import callers
 def replacements(device: Device) -> Iterator[Replacement]:
     """Yield the replacements for ``get_rng_state``, ``set_rng_state`` and ``manual_seed``.
 
-    These use the host's generator.
+    The replacements use the host's generator.
     """
     if not isinstance(device, CpuDevice):
         return

@@ -50,7 +50,7 @@ def _truthful_to(
 def _distinct(value: Any) -> Any:
     """Return a new function object for a function or method; return anything else unchanged.
 
-    torch._dynamo keeps its rules per function object: if one function had two names in torch.cuda with
+    torch._dynamo stores its rules per function object: if one function had two names in torch.cuda with
     different rules, importing torch._dynamo would fail.
     """
     if isinstance(value, (types.BuiltinMethodType, types.MethodType)):

@@ -1,4 +1,4 @@
-"""Device queries and moves of tensors and modules: ``to``, ``cuda``, ``type``, ``is_cuda``."""
+"""Redirect device queries and moves of tensors and modules: ``to``, ``cuda``, ``type`` and ``is_cuda``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _to(original: Callable[..., Any], to_device: Callable[..., Any], target: Target) -> Callable[..., Any]:
-    """Return a replacement for ``to`` that calls ``to_device`` if the arguments name CUDA."""
+    """Return a replacement for ``to`` that calls ``to_device`` if the arguments refer to CUDA."""
 
     @functools.wraps(original)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:

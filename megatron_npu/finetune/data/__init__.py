@@ -1,1 +1,1 @@
-"""Datasets for ``megatron-npu train``: load them, check them and create batches."""
+"""Dataset support for ``megatron-npu train``: loading datasets, checking them and creating batches."""

@@ -1,4 +1,4 @@
-"""Map roles to columns, either by the columns' usual names or with ``--columns ROLE=NAME``."""
+"""Map the roles of a task to the dataset's columns, by their usual names or by ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def find(
     roles: Mapping[str, Collection[str]],
     said: Collection[tuple[str, str]],
 ) -> dict[str, str]:
-    """Return the column for each role.
+    """Return a mapping from each role to its column.
 
     Args:
-        there: the columns that each split has.
+        there: the columns of each split.
         roles: the task's roles with their usual column names, most likely first; a role without usual names
             is used only if ``--columns`` names a column for it.
-        said: the pairs of role and column name given with ``--columns``.
+        said: the (role, column name) pairs given with ``--columns``.
 
     Raises:
         UsageError: a column is missing from a split, or the task has no such role.
@@ -36,9 +36,8 @@ def _said(said: Collection[tuple[str, str]], roles: Collection[str]) -> dict[str
     for role, name in said:
         if role not in roles:
             raise UsageError(
-                f"--columns {role}={name}: the task has no role {role}",
-                f"roles of this task: {', '.join(roles)}",
-                "Correct the role, or remove it.",
+                f"--columns {role}={name}: the task has no role {role}; its roles are {', '.join(roles)}. "
+                "Correct the role, or remove it."
             )
     return dict(said)
 
@@ -48,9 +47,8 @@ def _first(role: str, names: Collection[str], there: Collection[str]) -> str:
         if name in there:
             return name
     raise UsageError(
-        f"there is no column for the {role} (the data has {', '.join(map(repr, there))})",
-        f"one of {', '.join(map(repr, names))}",
-        f"Name it: --columns {role}=NAME.",
+        f"there is no column for the {role} (the data has {', '.join(map(repr, there))}); it must be one of "
+        f"{', '.join(map(repr, names))}. Name the column with --columns {role}=NAME."
     )
 
 
@@ -59,8 +57,7 @@ def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, 
         for role, name in columns.items():
             if name not in names:
                 raise UsageError(
-                    f"there is no column {name!r} in the split {part!r} (it has "
-                    f"{', '.join(map(repr, names))})",
-                    f"the {role} under the same name in every split",
-                    f"Name it: --columns {role}=NAME.",
+                    f"there is no column {name!r} in the split {part!r}, which has "
+                    f"{', '.join(map(repr, names))}. The {role} must have the same column name in every "
+                    f"split. Name the column with --columns {role}=NAME."
                 )

@@ -1,4 +1,4 @@
-"""Flags that tasks declare, and a check that the task uses every given flag."""
+"""Declaration of the flags of all tasks, and a check that the selected task uses every flag given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _role_and_name(text: str) -> tuple[str, str]:
 
 
 def add_data_flags(add: Callable[..., Any]) -> None:
-    """Declare ``--columns`` and the flags of all tasks."""
+    """Add ``--columns`` and the flags of all tasks to the parser."""
     add(
         "--columns",
         type=_role_and_name,
@@ -33,7 +33,10 @@ def add_data_flags(add: Callable[..., Any]) -> None:
         action="extend",
         default=[],
         metavar="ROLE=NAME",
-        help=f"which column has which role, if the names are unusual; the roles are {_roles()}",
+        help=(
+            "column to use for each role, for data whose column names are not recognized; the roles are "
+            f"{_roles()}"
+        ),
     )
     bad_rows.add_flag(add)
     for flag in _flags():
@@ -57,19 +60,19 @@ def _flags() -> list[Flag]:
 
 
 def _readers() -> dict[str, list[str]]:
-    """Return the names of the values that only some tasks read, and for each name the tasks that read it."""
+    """Return the names of the values that only some tasks read, each with the tasks that read it."""
     reads = {name: task.all_reads() for name, task in tasks.every().items()}
     values = sorted(set().union(*reads.values()))
     return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
-    """Check that ``--columns`` gives each role once and uses each column for only one role.
+    """Check that ``--columns`` names each role at most once and each column for at most one role.
 
-    Without this check, the last of several columns for a role would silently take effect.
+    Without this check, if several columns were given for one role, the last one would silently be used.
 
     Args:
-        columns: pairs of role and name.
+        columns: the (role, column name) pairs.
 
     Raises:
         UsageError: a role or a column is repeated.
@@ -78,20 +81,21 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
         if times > 1:
             names = " ".join(f"{one}={name}" for one, name in columns if one == role)
             raise UsageError(
-                f"--columns {names}", f"only one column for the role {role}", "Remove the other columns."
+                f"--columns {names}: each role must be given only one column, but {role} has several. "
+                "Remove the other columns."
             )
     for name, times in Counter(name for _, name in columns).items():
         if times > 1:
             roles = " ".join(f"{role}={one}" for role, one in columns if one == name)
             raise UsageError(
-                f"--columns {roles}", "a different column for each role", "Correct the column names."
+                f"--columns {roles}: each role must have a different column. Correct the column names."
             )
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that the task uses every given flag, and run the task's own checks on them.
+    """Check that the task uses every flag given, and run the task's own checks.
 
-    A user's script may use any flag.
+    User scripts may use any flag, so flags are not checked for them.
 
     Args:
         args: the flags, with the task in ``task``.
@@ -103,10 +107,8 @@ def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> No
     for name, readers in _readers().items():
         if args.task not in readers and getattr(args, name, None) != default(name):
             raise UsageError(
-                f"--{name.replace('_', '-')} with --task {args.task}, which does not read it",
-                f"this flag with {' or '.join(f'--task {task}' for task in readers)}"
-                if readers
-                else "this flag in a script",
-                "Remove it, or pass --user-script FILE.",
+                f"--{name.replace('_', '-')} is not used by --task {args.task}; it applies only to "
+                f"{' or '.join(f'--task {task}' for task in readers) if readers else 'a script'}. Remove "
+                "it, or pass --user-script FILE."
             )
     tasks.every()[args.task].check(args)

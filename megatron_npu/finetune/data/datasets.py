@@ -1,4 +1,4 @@
-"""Load the splits of a dataset with ``datasets``: from the hub's cache, from files or from a folder."""
+"""Load the splits of a dataset with the ``datasets`` package, from the hub's cache, files or a folder."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
-    """Return the splits ``train`` and ``validation``, and ``test`` if it exists.
+    """Return the splits ``train`` and ``validation``, and the split ``test`` if it exists.
 
     Args:
         args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
-            or a name on the hub with the configuration ``data_name``; ``validation_fraction`` and ``seed``
-            select rows of ``train`` if there is no validation split.
-        skipped: collects the malformed rows of files. If None, the first malformed row is rejected.
+            or the name of a hub dataset, whose configuration is ``data_name``; if there is no validation
+            split, ``validation_fraction`` and ``seed`` determine which rows of ``train`` are used for
+            validation.
+        skipped: the object that collects malformed rows. If None, the first malformed row raises an error.
 
     Raises:
         UsageError: the dataset does not exist, a file cannot be read, or a split is missing or empty.
@@ -64,9 +65,9 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
         parts.tell_rows(part, rows[part])
     if "train" not in parts:
         raise UsageError(
-            f"--data-path {name} has the splits {', '.join(map(repr, found))}",
-            "a split named 'train'",
-            "Pass a file to train on, or a folder that contains train.csv, train.jsonl, ...",
+            f"--data-path {name} must have a split named 'train', but its splits are "
+            f"{', '.join(map(repr, found))}. Pass a file to train on, or a folder that contains train.csv, "
+            "train.jsonl, ..."
         )
     if "validation" not in parts:
         test = parts.pop("test", None)  # parts are in their order, train first
@@ -78,7 +79,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
 def _sound(
     name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
 ) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
-    """Return the valid rows of the files and the rows' numbers; nothing is kept in a cache."""
+    """Return the valid rows of the files and their row numbers, without caching them."""
     with tempfile.TemporaryDirectory(prefix="megatron-npu-") as folder:
         copies, rows = skipped_rows.copies(files, Path(folder), skipped)
         return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
@@ -92,15 +93,14 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
     """
     if not isinstance(args.data_path, str):
         raise UsageError(
-            f"--data-path {' '.join(args.data_path)}",
-            "one path",
-            "Use a folder with the files, or one file.",
+            f"--data-path accepts only one path, but got {' '.join(args.data_path)}. Pass a folder that "
+            "contains the files, or a single file."
         )
     return args.data_path, args.data_name
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
-    """Map each split to the name under which ``found`` contains it."""
+    """Map each split to the name that it has in ``found``."""
     owns: dict[str, str] = {}
     for part, names in _PARTS.items():
         for own in names:
@@ -111,12 +111,12 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _saved(path: Path) -> list[str]:
-    """Return the names of the ``save_to_disk`` marker files that a folder contains."""
+    """Return the names of the marker files of ``save_to_disk`` that a folder contains."""
     return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
 
 
 def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the files of each split; empty if the dataset is neither a file nor a folder of files.
+    """Return the files of each split, or nothing if the dataset is neither a file nor a folder of files.
 
     Raises:
         UsageError: the folder has no file for any split.
@@ -131,7 +131,7 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
 def _read(
     name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
 ) -> Mapping[str, Dataset]:
-    """Return the rows of each split; ``kept`` contains the cache options that are used to read files."""
+    """Return the rows of each split; ``kept`` contains the cache options for reading files."""
     library = _library()
     if config is not None:
         _require_configurations(name, config)
@@ -149,15 +149,14 @@ def _require_configurations(name: str, config: str) -> None:
     saved = _saved(Path(name))
     if saved or Path(name).is_file():
         raise UsageError(
-            f"--data-name {config} with --data-path {name}, "
-            f"{'a folder of save_to_disk' if saved else 'a file'}",
-            "a dataset that has configurations",
-            "Remove --data-name.",
+            f"--data-name {config} cannot be used with --data-path {name}, because "
+            f"{'a folder written by save_to_disk' if saved else 'a file'} has no configurations. Remove "
+            "--data-name."
         )
 
 
 def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a ``save_to_disk`` folder, or the dataset with this name."""
+    """Load a ``save_to_disk`` folder, or the dataset with the given name."""
     path = Path(name)
     saved = _saved(path)
     if saved:
@@ -171,7 +170,7 @@ def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset
 
 @contextlib.contextmanager
 def _without_remarks(library: Any) -> Iterator[None]:
-    """Silence the log messages of ``datasets``, because its exceptions contain the same information."""
+    """Silence the log messages of ``datasets``, whose exceptions contain the same information."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.CRITICAL)
     try:
@@ -181,10 +180,10 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a dataset by name: an already prepared one, one from the hub, or a copy from the hub's cache.
+    """Load a dataset by name: one that is already prepared, one from the hub, or a copy in the hub's cache.
 
-    Without a connection, ``datasets`` finds only datasets that it has prepared itself, not those that were
-    downloaded with ``hf download --repo-type dataset``.
+    Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
+    those that were downloaded with ``hf download --repo-type dataset``.
     """
     try:
         with dataset_folders.own_files_alone(name, f"--data-path {name}"):
@@ -202,8 +201,8 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
     """Return the cache folder for the rows of a local folder, or None to use the default cache folder.
 
-    The returned folder changes when the files change, because for a folder with configurations, ``datasets``
-    5.2 would keep using the rows that it prepared first, even after the files have changed.
+    The path of the folder depends on the files. Otherwise, for a folder with configurations, ``datasets`` 5.2
+    would continue to use the rows that it prepared first, even after the files have changed.
     """
     if not folder.is_dir():
         return None
@@ -227,8 +226,9 @@ def _downloaded(name: str) -> str | None:
 def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
     """Return the files of each split, such as ``train.csv`` or ``train-00000-of-00002.parquet``.
 
-    If several of a split's names occur, only the first is used, as on the hub: ``validation.csv`` and
-    ``dev.csv`` are not combined, and ``validation_mismatched.csv`` does not belong to ``validation``.
+    If a split has files under several of its names, only the first name is used, which matches the hub's
+    behavior: ``validation.csv`` and ``dev.csv`` are not combined, and ``validation_mismatched.csv`` does not
+    belong to ``validation``.
     """
     every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
     parts: dict[str, list[Path]] = {}
@@ -240,15 +240,15 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
         parts["train"] = every
     if not parts:
         raise UsageError(
-            f"--data-path {folder}: the folder has no file for a split",
-            f"train, validation or test as {', '.join(_FORMATS)}",
-            "Name the files train.csv and so on, or pass one file.",
+            f"--data-path {folder}: the folder has no file for any split; a split's file must be named "
+            f"train, validation or test, with the extension {', '.join(_FORMATS)}. Name the files train.csv "
+            "and so on, or pass a single file."
         )
     return parts
 
 
 def _is_of(path: Path, part: str) -> bool:
-    """Return True if a file's name identifies the file as a whole split or as a piece of one."""
+    """Return True if a file's name identifies it as a whole split or as one piece of a split."""
     name = path.name.removesuffix(path.suffix)
     return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
@@ -258,9 +258,8 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
     suffixes = sorted({path.suffix for path in every})
     if len(suffixes) > 1 or suffixes[0] not in _FORMATS:
         raise UsageError(
-            f"--data-path: the files have the extensions {' and '.join(suffixes) or 'none'}",
-            f"files of one kind: {', '.join(_FORMATS)}",
-            "Convert them to one kind.",
+            f"--data-path: all files must have the same extension, one of {', '.join(_FORMATS)}, but the "
+            f"files have {' and '.join(suffixes) or 'no extension'}. Convert them to one format."
         )
     builder, options = _FORMATS[suffixes[0]]
     for path in every:
@@ -270,14 +269,13 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
-    """Return the row numbers for training and for validation, which are chosen at random with ``seed``."""
+    """Return the row numbers for training and those for validation, chosen at random with ``seed``."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         raise UsageError(
-            f"--data-path {name}: {count} rows are not enough for both training and validation with "
-            f"--validation-fraction {fraction:g}",
-            "a split named 'validation', or a fraction that leaves rows in both splits",
-            "Add a file validation.csv, or pass a larger --validation-fraction.",
+            f"--data-path {name}: {count} rows are too few to split into training and validation rows with "
+            f"--validation-fraction {fraction:g}. Add a file validation.csv, or pass a larger "
+            "--validation-fraction."
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})
     both = numbered.train_test_split(test_size=rows, seed=seed)
@@ -304,11 +302,12 @@ def _refused(
             return empty
         reason = f"a split has no rows ({reason})"
     given = f"--data-path {name}{f' --data-name {config}' if config else ''}: {reason}"
-    return UsageError(given, *_expected_instead(Path(name), config))
+    expected, remedy = _expected_instead(Path(name), config)
+    return UsageError(f"{given.rstrip('.')}. It must be {expected}. {remedy}")
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return the expected input and the remedy to report in the error about data that cannot be read."""
+    """Return the description of the expected input and the remedy, for an error about unreadable data."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -322,12 +321,13 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
         return kinds, "Correct the file, or use another one."
     return (
         f"{kinds}, or a dataset on the hub",
-        "Correct the name or the file. A dataset on the hub needs a connection, or must be in the cache.",
+        "Correct the name or the file. A dataset on the hub requires a connection, "
+        "unless it is in the cache.",
     )
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for the empty split that ``datasets`` names, or None if that split is unknown."""
+    """Return the error for an empty split named by ``datasets``, or None if that split is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:
@@ -335,9 +335,8 @@ def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | 
     have, where = ("has", "its head") if len(paths) == 1 else ("have", "their heads")
     below = f" below {where}" if paths[0].suffix in (".csv", ".tsv") else ""
     return UsageError(
-        f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}",
-        "at least one row in each file",
-        "Add rows, or remove the file.",
+        f"--data-path: {', '.join(map(str, paths))} {have} no rows{below}, but every file must have at "
+        "least one row. Add rows, or remove the file."
     )
 
 
@@ -346,8 +345,7 @@ def _library() -> Any:
         import datasets
     except ImportError as error:
         raise UsageError(
-            f"--task ({error})",
-            "the package datasets",
-            "Install it: pip install 'megatron_npu[train]' (or pip install datasets).",
+            f"--task requires the datasets package, which cannot be imported ({error}). Install it: pip "
+            "install 'megatron_npu[train]' (or pip install datasets)."
         ) from error
     return datasets

@@ -1,4 +1,4 @@
-"""Labels of a dataset: class numbers, class names, or numbers for regression."""
+"""The labels of a dataset, which are class numbers, class names, or numbers for regression."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = -1  # what the hub's data sets have for labels that are not given away
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of a dataset.
+    """The set of labels that occur in a dataset.
 
     Attributes:
         names: names of the classes, in order; empty for regression.
@@ -34,7 +34,7 @@ class Labels:
 
     @property
     def regression(self) -> bool:
-        """True if the labels are numbers for regression."""
+        """True if the labels are numbers for a regression task."""
         return not self.names
 
     def config(self) -> dict[str, Any]:
@@ -48,19 +48,19 @@ class Labels:
         }
 
     def number(self, label: Any) -> float:
-        """Convert a label to the form that the model expects."""
+        """Convert a label to the value that the model expects."""
         return float(label) if self.regression else self.numbers[label]
 
 
 def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
-    """Return the labels of a column with one label per row.
+    """Return the labels of a column that has one label per row.
 
     Args:
         own: the model's class names, which are used if they include all class names in the data.
 
     Raises:
-        UsageError: a label is missing, out of range, or not in the training split; or class numbers are
-            missing both in the data and in the model.
+        UsageError: a label is missing, out of range, or not in the training split; or some class numbers
+            occur neither in the data nor in the model.
     """
     feature = parts["train"].features[column]
     kinds = {str(getattr(feature, "dtype", "")).rstrip("0123456789").removesuffix("_")}
@@ -75,10 +75,10 @@ def of_rows(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
 
 
 def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
-    """Return the labels of a column with one label per token.
+    """Return the labels of a column that has one label per token.
 
     Raises:
-        UsageError: for the reasons given in ``of_rows``, or because the column does not contain lists.
+        UsageError: for the reasons listed in ``of_rows``, or because the column does not contain lists.
     """
     feature = require_lists(parts["train"], column)
     return _classes(
@@ -101,9 +101,8 @@ def require_lists(rows: Dataset, column: str) -> Any:
     feature = getattr(rows.features[column], "feature", None)
     if feature is None:
         raise UsageError(
-            f"the column {column!r} has one label per row",
-            "a list with one label per token",
-            "Use another column with --columns tags=NAME, or use --task sequence_classification.",
+            f"the column {column!r} has one label per row, but this task requires a list with one label per "
+            "token. Choose another column with --columns tags=NAME, or use --task sequence_classification."
         )
     return feature
 
@@ -114,14 +113,14 @@ def values(rows: Dataset, column: str) -> list[Any]:
 
 
 def are_hidden(rows: Dataset, column: str) -> bool:
-    """Return True if no row of a split has a label, as in the test splits of GLUE."""
+    """Return True if no row of a split has a label, which is the case for the test splits of GLUE."""
     return all(label is None or label == HIDDEN for label in values(rows, column))
 
 
 def not_given_away(dataset: Any) -> bool:
-    """Return True if samples have the label -1, which the hub uses for hidden labels.
+    """Return True if the samples have the label -1, which the hub uses for hidden labels.
 
-    Only the first few samples are checked, because a dataset hides all labels or none.
+    Only the first few samples are checked, because a dataset hides either all of its labels or none.
     """
     few = [dataset[index] for index in range(min(8, len(dataset)))] if dataset is not None else []
     found = [one.get("labels", one.get("label")) for one in few if isinstance(one, Mapping)]
@@ -141,7 +140,7 @@ def _classes(
         _require_classes(rows["train"], place)
         known, names = _of_trained(rows["train"], place, own)
     numbers = {label: number for number, label in enumerate(known)}
-    expected = f"one of the labels of the training data: {_few(known)}"
+    expected = f"one of the labels of the training data ({_few(known)})"
     for part, pairs in rows.items():
         for row, label in pairs:
             if label not in numbers:
@@ -152,20 +151,20 @@ def _classes(
 
 
 def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
-    """Return the first row whose label is a string, together with that label."""
+    """Return the first row whose label is a string, and that label."""
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
 def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str]) -> None:
     for row, label in pairs:
         if not isinstance(label, int | str) or (isinstance(label, int) and label < 0):
-            raise _odd(place("train", row), label, "a class: a non-negative integer or a name")
+            raise _odd(place("train", row), label, "a non-negative integer or a name")
 
 
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes as written in the training rows, and the names of the classes.
+    """Return the classes as they are written in the training rows, and the names of the classes.
 
     Raises:
         UsageError: there are fewer than two classes, or the labels mix numbers and names.
@@ -179,15 +178,19 @@ def _of_trained(
         return names, names
     if len(kinds) > 1:
         row, label = _first_text(pairs)
-        raise _odd(place("train", row), label, "either only numbers or only names")
+        raise _odd(
+            place("train", row),
+            label,
+            "an integer, because other labels are integers; labels cannot mix numbers and names",
+        )
     return _of_numbers({label for label in trained if isinstance(label, int)}, own)
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
-    """Return the class numbers and class names, given the numbers that occur in the training split.
+    """Return the class numbers and class names for the numbers that occur in the training split.
 
     Raises:
-        UsageError: numbers are missing, and the model has no classes for them.
+        UsageError: numbers are missing from the data, and the model has no classes for them.
     """
     least, count = min(trained), max(trained) + 1
     if least and (named := _from_above_0(trained, own)):
@@ -198,13 +201,12 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
     absent = list(itertools.islice(left, _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
-            f"the labels are {_few(sorted(trained))}, but {_few(absent)} do not occur",
-            f"every number from {first} to {count - 1}, or names, or a model with {count} classes",
-            "Use all of these numbers, write the labels as text, or name all classes in id2label of the "
-            "model's config.json.",
+            f"the labels are {_few(sorted(trained))}, but {_few(absent)} do not occur. Use every number "
+            f"from {first} to {count - 1}, write the labels as text, or use a model whose config.json names "
+            f"{count} classes in id2label."
         )
     if absent:
-        line = "no training row has the label %s (the model has %d labels)"
+        line = "no training row has the label %s, although the model has %d labels"
         get_logger("labels").warning(line, _few(absent), len(own))
         return range(len(own)), list(own)
     names = list(own) if len(own) == count else [f"LABEL_{number}" for number in range(count)]
@@ -212,9 +214,9 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
-    """Return consecutive class numbers that start above 0 (such as 1 to 5 stars); they are their own names.
+    """Return consecutive class numbers that start above 0 (such as 1 to 5 stars), which serve as names.
 
-    A model is saved with these names, and a model that has them can be trained further. Returns None if the
+    The model is saved with these names, so it can be trained further on the same data. Returns None if the
     numbers are not consecutive or do not start above 0.
     """
     least, count = min(trained), max(trained) + 1
@@ -235,15 +237,13 @@ def _few(known: Sequence[Any]) -> str:
 
 def _single(known: Sequence[Any]) -> UsageError:
     return UsageError(
-        f"all rows have the same label: {_few(known)}",
-        "at least two classes",
-        "If this is not the label column, name the right one: --columns label=NAME.",
+        f"all rows have the same label, {_few(known)}, but training requires at least two classes. If this "
+        "is not the label column, specify the right one with --columns label=NAME."
     )
 
 
 def _odd(place: str, label: Any, expected: str) -> UsageError:
     return UsageError(
-        f"the label {label!r} in {place} is not usable",
-        expected,
-        "Correct the row, or name another column with --columns.",
+        f"the label {label!r} in {place} is invalid; it must be {expected}. Correct the row, or choose "
+        "another column with --columns."
     )

@@ -1,11 +1,12 @@
-"""Load the batches of a rank onto its device; they depend only on the seed, epoch and batch number.
+"""Loading of batches, which depend only on the seed, the epoch and the batch number.
 
-Micro-batch ``m`` of an epoch has the samples ``m * size`` to ``(m + 1) * size`` in the epoch's order, and
-rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``, ``r + 2n``, … Therefore, an iteration has the
-same samples on any number of ranks, and a run that resumes within an epoch gets the remaining samples. Random
-numbers in a collate function depend only on the micro-batch's number, not on the number of workers, and do
-not affect the dropout generators; with ``sample_seeds`` they depend on the sample, which ``--task masked_lm``
-uses for its masks.
+Batches are moved to the device of their rank. Micro-batch ``m`` of an epoch contains the samples ``m * size``
+to ``(m + 1) * size`` in the epoch's order, and rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``,
+``r + 2n``, … Therefore, an iteration uses the same samples on any number of ranks, and a run that resumes
+within an epoch gets the remaining samples. Random numbers in a collate function depend only on the
+micro-batch's number, not on the number of workers, and drawing them does not affect the generators used by
+dropout. With ``sample_seeds``, the random numbers depend on the sample instead; ``--task masked_lm`` uses
+this for its masks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Assignment of a dataset's samples to the batches of a rank.
+    """The assignment of a dataset's samples to the batches of a rank.
 
     Attributes:
         size: number of samples per batch on a rank.
         place: the position of this rank among the ranks that share the data.
         shuffle: whether to use a new order in each epoch rather than the dataset's order.
-        whole: number of ranks times number of batches of a complete step; incomplete steps are dropped. If 0,
-            each sample occurs once; ranks may have smaller batches in the last step, and if samples cannot be
-            distributed evenly the last one is repeated (``Loader.remainder``).
+        whole: the number of ranks times the number of batches in a complete step; incomplete steps are
+            dropped. If 0, each sample occurs once: ranks may have smaller batches in the last step, and if
+            the samples cannot be distributed evenly, the last sample is repeated (``Loader.remainder``).
         seed: random seed for the order and for ``collate_fn``.
         repeats: whether to reuse the same random numbers in each pass, as evaluation does.
     """
@@ -56,7 +57,7 @@ class Sampling:
 
 
 class Loader:
-    """The batches of a dataset for one rank; each iteration over this object is one epoch.
+    """Iterable over the batches of a dataset for one rank; each iteration over it is one epoch.
 
     Args:
         dataset: a dataset with ``__len__`` and ``__getitem__``; not a stream.
@@ -64,8 +65,8 @@ class Loader:
         sampling: the assignment of samples to batches.
         device: the device to which batches are moved.
         workers: number of worker processes.
-        look: function called with each batch before the batch is moved; it raises an error if the batch is
-            invalid.
+        look: a function that is called with each batch before the batch is moved, and raises an error if the
+            batch is invalid.
 
     Raises:
         UsageError: the dataset has no length.
@@ -81,7 +82,7 @@ class Loader:
         workers: int = 0,
         look: Callable[[Any], None] | None = None,
     ) -> None:
-        require_length(dataset, "the data set")
+        require_length(dataset, "the dataset")
         self.dataset, self.collate_fn = dataset, collate_fn or default_collate
         self.sampling, self.device, self.workers = sampling, device, workers
         self.remainder = 0
@@ -89,7 +90,7 @@ class Loader:
         self._epoch, self._look = 0, look
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch."""
+        """Return the number of batches in an epoch."""
         asked, ranks = self.sampling, self.sampling.place.world_size
         samples, together = len(self.dataset), asked.size * ranks
         if asked.whole:
@@ -111,8 +112,8 @@ class Loader:
 
         Args:
             epoch, start: see ``batches``.
-            once: whether to leave out repeated samples; a rank without samples of its own then gets one
-                sample that is not counted.
+            once: whether to omit repeated samples. A rank that has no samples of its own then gets one sample
+                that is not counted.
         """
         of_epoch = _Batches(self, self._order(epoch), epoch, once)
         loader = DataLoader(
@@ -157,7 +158,7 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in an epoch, indexed by number; with ``once``, repeated samples are left out."""
+    """The batches of a rank in one epoch, indexed by number; with ``once``, repeated samples are omitted."""
 
     def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
@@ -165,7 +166,7 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the position of a batch's first sample in the order; the position may lie past the end."""
+        """Return the position of a batch's first sample in the epoch's order, which may be past the end."""
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 
     def _size_of(self, number: int) -> int:
@@ -187,10 +188,10 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return a seed for each sample of the current batch, determined only by its position in the epoch.
+    """Return one seed per sample of the current batch, determined only by the sample's position in the epoch.
 
     Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
-    ``Loader`` the seeds come from torch's generator.
+    ``Loader``, the seeds are drawn from torch's generator.
     """
     seeds = _seeds.get()
     if seeds is None or len(seeds) != count:
@@ -222,30 +223,30 @@ def require_length(dataset: Any, what: str) -> None:
         except (TypeError, ValueError) as error:  # of a length that is not one
             reason = f" whose length is invalid ({error})"
     raise UsageError(
-        f"{what}: a {type(dataset).__name__}{reason}",
-        "a dataset with a length and indexable samples (torch.utils.data.Dataset)",
-        "Return such a dataset from the provider; write streamed data to a file first.",
+        f"{what} must have a length and indexable samples (torch.utils.data.Dataset), but it is a "
+        f"{type(dataset).__name__}{reason}. Return such a dataset from the provider; write streamed data to "
+        "a file first."
     )
 
 
 class Batch(dict[Any, Any]):
-    """A batch with a ``to`` method, because custom loops call ``to`` on Transformers' batches."""
+    """A batch with a ``to`` method, because custom loops call ``to`` on batches from Transformers."""
 
     def to(self, device: Any) -> Batch:
-        """Move the values to a device in place; "cuda" has no effect if there is no GPU."""
+        """Move the values to a device in place; a move to "cuda" has no effect if there is no GPU."""
         if not _is_here(device):
             self.update({name: on_device(value, device) for name, value in self.items()})
         return self
 
 
 def _is_here(device: Any) -> bool:
-    """Return True if a script that was written for GPUs requests "cuda" on a machine without a GPU."""
+    """Return True if "cuda" is requested on a machine without a GPU, by a script written for GPUs."""
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 
 @functools.cache
 def _staying(kind: type) -> type:
-    """Return a subclass of a batch class that ignores requests to move to a GPU if there is none."""
+    """Return a subclass of a batch class that ignores requests to move to a GPU when there is no GPU."""
 
     def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
@@ -254,14 +255,14 @@ def _staying(kind: type) -> type:
 
 
 def _stays(batch: Any) -> Any:
-    """Make a Transformers batch ignore requests to move to a GPU if there is none."""
+    """Make a Transformers batch ignore requests to move to a GPU when there is no GPU."""
     if isinstance(batch, UserDict):
         batch.__class__ = _staying(type(batch))
     return batch
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors moved to a device; a batch is a mapping, a sequence, or has ``to``."""
+    """Return a batch (a mapping, a sequence, or an object with ``to``) with its tensors on a device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers
@@ -276,18 +277,18 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Collate samples with torch's default function.
+    """Collate samples with torch's default collate function.
 
     Raises:
-        UsageError: torch cannot collate them.
+        UsageError: torch cannot collate the samples.
     """
     try:
         return default_collate(rows)
     except (TypeError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"the samples cannot be collated into a batch: {str(error).strip().splitlines()[0]}",
-            "tensors of equal shape, numbers, or dictionaries and tuples of them",
-            "Return a collate_fn that builds a batch from a list of samples.",
+            f"the samples cannot be collated into a batch: {str(error).strip().splitlines()[0]}. Samples "
+            "must be tensors of equal shape, numbers, or dictionaries and tuples of them. Otherwise, return "
+            "a collate_fn that builds a batch from a list of samples."
         ) from error
 
 
@@ -301,7 +302,7 @@ def _seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Seed the host's generators from a key inside the block, and restore their states afterwards."""
+    """Seed the host's random generators from a key inside the block, and restore their states afterwards."""
     seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

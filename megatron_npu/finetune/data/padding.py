@@ -1,4 +1,4 @@
-"""Pad batches to a small number of lengths, so that graphs are not compiled for every length."""
+"""Pad batches to a small number of lengths, so that graphs need not be compiled for every length."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _GROWTH = 1.25  # from bucket to bucket: a ninth of padding on average, and 20 b
 
 
 def buckets(longest: int, multiple: int = 8) -> list[int]:
-    """Return the padded lengths up to ``longest`` tokens, each a quarter longer than the previous one.
+    """Return the padded lengths up to ``longest`` tokens, each a quarter longer than the one before.
 
     Raises:
         UsageError: ``longest`` is not positive.
     """
     if longest < 1:
-        raise UsageError(f"the longest text has {longest} tokens", "at least 1 token", "Pass --seq-length.")
+        raise UsageError(
+            f"the longest text must have at least 1 token, but it has {longest}. Pass --seq-length."
+        )
     lengths, length = [], 2 * multiple
     while length < longest:
         lengths.append(length)
@@ -37,11 +39,13 @@ def buckets(longest: int, multiple: int = 8) -> list[int]:
 
 @dataclass
 class Bucketed:
-    """A collate function whose batches have only a small number of different lengths.
+    """A collate function that pads batches to a small number of different lengths.
 
     Attributes:
-        collate_fn: creates a batch, a mapping of tensors ``[b, s, ...]`` whose ``input_ids`` determine s.
-        lengths: ascending lengths. Longer batches and batches without ``input_ids`` are not changed.
+        collate_fn: the function that creates a batch, a mapping of tensors ``[b, s, ...]`` whose
+            ``input_ids`` determine s.
+        lengths: the lengths in ascending order. Longer batches and batches without ``input_ids`` are not
+            changed.
         pad_token_id: padding value of ``input_ids``.
         left: whether to pad on the left, as generation requires.
         seen: number of batches of each length so far.
@@ -54,7 +58,7 @@ class Bucketed:
     seen: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch of these samples, padded to the next larger length."""
+        """Return a batch of these samples, padded to the next larger length."""
         batch = self.collate_fn(samples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() < 2:
@@ -93,8 +97,7 @@ def bucketed(
     """
     if not lengths or min(lengths) < 1:
         raise UsageError(
-            f"the padded lengths are {list(lengths)}",
-            "positive numbers of tokens",
-            "Use the lengths returned by buckets().",
+            f"the padded lengths must be positive numbers of tokens, but got {list(lengths)}. Use the "
+            "lengths returned by buckets()."
         )
     return Bucketed(collate_fn, sorted(lengths), pad_token_id, left)

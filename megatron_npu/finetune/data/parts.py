@@ -13,11 +13,12 @@ _WITH_HEAD = (".csv", ".tsv")
 
 
 class Parts(dict[str, Any]):
-    """The rows of each split by name; error messages report each row's position in the user's files.
+    """The rows of each split by name, which keep track of each row's position in the user's files.
 
     Args:
-        rows: rows of each split.
-        files: files of each split, as named by the user; a split without an entry does not come from files.
+        rows: the rows of each split.
+        files: the files of each split, as named by the user; a split without an entry does not come from
+            files.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Parts(dict[str, Any]):
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Record which rows of the files a split contains if rows were removed earlier."""
+        """If rows have been removed from a split before, record which rows of the files it still contains."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return a row's file (or its split if the file is unknown) and the row's number in it, from 1."""
+        """Return a row's file (or its split if the file is unknown) and its number in that file, from 1."""
         source, numbers = self._taken.get(part, (part, None))
         files = self._files.get(source, ())
         place = str(files[0]) if len(files) == 1 else f"part {source!r}"
@@ -62,7 +63,7 @@ class Parts(dict[str, Any]):
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Describe the position of a row: ``row 7 below the head of reviews.csv (part 'train')``.
+        """Return a description of a row's position: ``row 7 below the head of reviews.csv (part 'train')``.
 
         Args:
             part: the split that contains the row.
@@ -79,5 +80,5 @@ class Parts(dict[str, Any]):
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
-    """Map row numbers in a selection to row numbers in the rows from which the selection was taken."""
+    """Map the row numbers of a selection to those of the rows that the selection was taken from."""
     return numbers if before is None else [int(before[number]) for number in numbers]

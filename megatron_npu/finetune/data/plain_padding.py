@@ -1,4 +1,4 @@
-"""Pad batches of tokenized samples without a tokenizer."""
+"""Pad batches of tokenized samples when there is no tokenizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def pad(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad samples of different lengths; use the value names of Transformers' ``DataCollatorWithPadding``.
+    """Pad samples of different lengths, using the names of Transformers' ``DataCollatorWithPadding``.
 
-    Values that are as long as a sample's ``input_ids`` are padded: tokens with 0, which the batch's
-    ``attention_mask`` excludes, and labels with -100. ``label`` and ``label_ids`` become ``labels``.
+    Values that are as long as a sample's ``input_ids`` are padded: tokens with 0, which is excluded by the
+    batch's ``attention_mask``, and labels with -100. ``label`` and ``label_ids`` become ``labels``.
 
     Args:
         samples: mappings with ``input_ids`` whose values are lists, tensors or numbers.

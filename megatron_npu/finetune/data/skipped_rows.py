@@ -30,10 +30,10 @@ Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong
 
 
 class Skipped:
-    """The rows that have been skipped so far.
+    """A record of the rows that have been skipped so far.
 
     Args:
-        args: the flags, of which ``skip_bad_rows``, ``save`` and ``rank`` are used.
+        args: the flags; only ``skip_bad_rows``, ``save`` and ``rank`` are used.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
-        """Skip one more row.
+        """Record one more skipped row.
 
         Raises:
             UsageError: more rows are skipped than allowed.
@@ -49,13 +49,12 @@ class Skipped:
         self._rows.append(row)
         if len(self._rows) > self._most:
             raise UsageError(
-                f"{row.file}:{row.line}: {row.why}; this is malformed row number {len(self._rows)}",
-                f"at most {self._most} malformed rows ({FLAG})",
-                "Correct the files, or pass a larger number.",
+                f"{row.file}:{row.line}: {row.why}; this is malformed row number {len(self._rows)}, but "
+                f"{FLAG} allows at most {self._most}. Correct the files, or pass a larger number."
             )
 
     def publish(self) -> None:
-        """Log the number of skipped rows on rank 0, and list the rows in ``--save`` or on stderr."""
+        """On rank 0, log the number of skipped rows, and list the rows in ``--save`` or on stderr."""
         if self._args.rank or not self._rows:
             return
         text = "".join(json.dumps(asdict(row)) + "\n" for row in self._rows)
@@ -63,7 +62,11 @@ class Skipped:
         if self._args.save:
             where = str(Path(self._args.save) / FILE)
             files.write(Path(where), text)
-        print(f"megatron-npu train: {len(self._rows)} rows skipped: {where}", file=sys.stderr, flush=True)
+        print(
+            f"megatron-npu train: skipped {len(self._rows)} malformed rows: {where}",
+            file=sys.stderr,
+            flush=True,
+        )
         if not self._args.save:
             print(text, end="", file=sys.stderr, flush=True)
 
@@ -71,16 +74,16 @@ class Skipped:
 def copies(
     parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
 ) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
-    """Write copies of files that omit the malformed rows.
+    """Write copies of the files in which the malformed rows are omitted.
 
     Args:
         parts: the files of each split.
-        folder: folder for the copies.
-        skipped: collects the skipped rows.
+        folder: the folder for the copies.
+        skipped: the object that collects the skipped rows.
 
     Returns:
-        The copies of each split, and the numbers of the rows that they contain, counted from 0 over the
-        split's files.
+        The copies of each split's files, and the numbers of the rows that the copies contain, counted from 0
+        over all files of the split.
     """
     found: dict[str, list[Path]] = {}
     numbers: dict[str, list[int]] = {}
@@ -107,7 +110,7 @@ def copies(
 
 
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
-    """Skip rows without a value in one of these columns; the labels of a test split may be hidden."""
+    """Skip rows that lack a value in one of these columns; a test split may have hidden labels."""
     for part in [part for part in parts if part != "test" and columns]:
         values = parts[part].select_columns(list(columns))[:]
         kept = []
@@ -117,13 +120,13 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
                 kept.append(row)
             else:
                 place, number = parts.numbered(part, row)
-                skipped.add(BadRow(place, number, f"no value in the column {missing!r}", ""))
+                skipped.add(BadRow(place, number, f"the column {missing!r} has no value", ""))
         if len(kept) < len(parts[part]):
             parts.keep(part, kept)
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads a file's rows, or None if single rows cannot be malformed."""
+    """Return a function that reads the rows of a file, or None if single rows cannot be malformed."""
     if path.suffix in _SEPARATORS:
         return _of_a_table
     if path.suffix == ".txt":
@@ -144,7 +147,11 @@ def _lines(path: Path) -> Iterator[Row]:
             try:
                 yield number, line.decode("utf-8"), ""
             except UnicodeDecodeError as error:
-                yield number, line.decode("utf-8", "backslashreplace"), f"byte {error.start} is not UTF-8"
+                yield (
+                    number,
+                    line.decode("utf-8", "backslashreplace"),
+                    f"byte {error.start} is not valid UTF-8",
+                )
 
 
 def _of_json_lines(path: Path) -> Iterator[Row]:
@@ -176,9 +183,9 @@ def _rows_of_a_table(rows: Any, width: int, separator: str) -> Iterator[Row]:
             continue
         text, why = _as_text(cells, separator), ""
         if len(cells) != width:
-            why = f"{len(cells)} cells, but the header has {width}"
+            why = f"it has {len(cells)} cells, but the header has {width}"
         elif any("\udc80" <= letter <= "\udcff" for letter in text):
-            why = "it contains a byte that is not UTF-8"
+            why = "it contains a byte that is not valid UTF-8"
         if why:
             text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         yield rows.line_num, text, why

@@ -1,4 +1,4 @@
-"""Check that a task's text files are UTF-8 and not empty, and report the position of the first error."""
+"""Check that a task's text files are valid UTF-8 and not empty, and report where the first error is."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ _PACKED = {
 def require(path: Path) -> None:
     """Check that a file is UTF-8 text.
 
-    JSON-lines readers accept other encodings and fail only when a row is used.
+    Readers of JSON lines accept other encodings and fail only when a row is used.
 
     Raises:
         UsageError: the file is empty or compressed, or a byte is not UTF-8.
     """
     if not path.stat().st_size:
-        raise UsageError(f"--data-path: {path} is empty", "a file with rows", "Use another file.")
+        raise UsageError(f"--data-path: {path} is empty. Pass a file that has rows.")
     with path.open("rb") as file:
         begin = file.read(8)
     for magic, tool in _PACKED.items():
         if begin.startswith(magic):
             raise UsageError(
-                f"--data-path: {path} is compressed",
-                "text in UTF-8",
-                f"Decompress it with {tool} and pass the result.",
+                f"--data-path: {path} is compressed, but the file must contain UTF-8 text. Decompress it "
+                f"with {tool} and pass the result."
             )
     found = _first_stranger(path)
     if found is None:
@@ -47,15 +46,14 @@ def require(path: Path) -> None:
     marked = begin.startswith(_UTF_16)
     what = "appears to be encoded in UTF-16" if marked else f"is not UTF-8: byte 0x{byte:02x} in line {line}"
     raise UsageError(
-        f"--data-path: {path} {what}",
-        "text in UTF-8",
-        f"Convert it: iconv -f {'UTF-16' if marked else 'LATIN1'} -t UTF-8 {path.name}"
-        + ("." if marked else ", if it is encoded in Latin-1."),
+        f"--data-path: {path} {what}, but the file must contain UTF-8 text. Convert it: iconv -f "
+        f"{'UTF-16' if marked else 'LATIN1'} -t UTF-8 {path.name}"
+        + ("." if marked else ", if it is encoded in Latin-1.")
     )
 
 
 def require_head(path: Path, separator: str) -> None:
-    """Check that a table's header contains each column name once; readers would rename a second one.
+    """Check that the column names in a table's header are unique; readers would rename a repeated one.
 
     Raises:
         UsageError: a name occurs twice.
@@ -65,9 +63,8 @@ def require_head(path: Path, separator: str) -> None:
     twice = [name for name, count in Counter(head).items() if count > 1]
     if twice:
         raise UsageError(
-            f"--data-path: the header of {path} has the column {twice[0]!r} more than once",
-            "a different name for each column",
-            "Rename one of them.",
+            f"--data-path: the header of {path} contains the column {twice[0]!r} more than once, but column "
+            "names must be unique. Rename one of them."
         )
 
 

@@ -1,4 +1,4 @@
-"""Check that a task's columns have text or word lists in every row, and report the position of an error."""
+"""Check that a task's columns contain text or word lists in every row, and report where an error is."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _STRINGS = ("string", "large_string", "string_view")
 
 
 def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
-    """Check that columns contain text.
+    """Check that the columns contain text.
 
     Args:
-        parts: rows of each split.
+        parts: the rows of each split.
         columns: the column of each role, or None for a role without a column.
-        every: whether each row needs a text; otherwise a missing text is treated as an empty one.
+        every: whether each row must have a text. If False, a missing text is treated as an empty one.
 
     Raises:
-        UsageError: a column contains something else, or a row has no text.
+        UsageError: a column contains values other than text, or a row has no text.
     """
     for part, rows in parts.items():
         for role, column in columns.items():
@@ -31,7 +31,7 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
 
 def require_words(parts: Parts, tokens: str, tags: str) -> None:
-    """Check that each row has a list of words and the same number of tags.
+    """Check that each row has a list of words and a list with the same number of tags.
 
     Raises:
         UsageError: a row does not contain these lists, or the lists' lengths differ.
@@ -49,16 +49,14 @@ def _require_pairs(parts: Parts, part: str, tokens: str, tags: str) -> None:
     for row, (words, own) in enumerate(zip(both[tokens], both[tags], strict=True)):
         if len(words) != len(own):
             raise UsageError(
-                f"{len(words)} words but {len(own)} tags in {parts.place(part, row)}, which starts with "
-                f"{' '.join(map(str, words[:5]))!r}",
-                "one tag per word",
-                "Correct the row, or remove it.",
+                f"there are {len(words)} words but {len(own)} tags in {parts.place(part, row)}, which "
+                f"starts with {' '.join(map(str, words[:5]))!r}; each word must have one tag. Correct the "
+                "row, or remove it."
             )
         if None in words:
             raise UsageError(
-                f"word {words.index(None) + 1} is missing in {parts.place(part, row)}, column {tokens!r}",
-                "text for each word",
-                "Correct the row, or remove it.",
+                f"word {words.index(None) + 1} is missing in {parts.place(part, row)}, column {tokens!r}. "
+                "Correct the row, or remove it."
             )
 
 
@@ -67,9 +65,8 @@ def _require_kind(feature: Any, part: str, role: str, column: str, expected: str
     if kind not in _STRINGS:
         holds = f"holds {kind}" if isinstance(kind, str) and kind != "null" else f"contains no {expected}"
         raise UsageError(
-            f"the column {column!r} of the split {part!r} {holds}",
-            expected,
-            f"Use another column with --columns {role}=NAME, or convert its contents to {expected}.",
+            f"the column {column!r} of the split {part!r} must contain {expected}, but it {holds}. Choose "
+            f"another column with --columns {role}=NAME, or convert its contents to {expected}."
         )
 
 
@@ -79,9 +76,8 @@ def _require_values(parts: Parts, part: str, role: str, column: str) -> None:
         row = _first_without(rows.select_columns([column])[:][column])
         if row is not None:
             raise UsageError(
-                f"there is no {role} in {parts.place(part, row)}, column {column!r}",
-                "a value in every row",
-                "Correct the row, or remove it.",
+                f"{parts.place(part, row)} has no {role} in the column {column!r}. Correct the row, or "
+                "remove it."
             )
 
 

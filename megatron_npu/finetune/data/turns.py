@@ -1,4 +1,4 @@
-"""Compute a cached result once: the first of several processes computes it, and the others read it."""
+"""Compute a cached result only once: in the first of several processes, while the others wait for it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_npu.base import files
+
 
 @contextlib.contextmanager
 def first_alone(file: Path) -> Iterator[None]:
-    """Run the block in one process first, and in the other processes together afterwards.
+    """Run the block in one process first, and in all other processes together afterwards.
 
-    A barrier would end a run whose first rank takes longer than the collective timeout, so this function uses
-    a kernel lock, which is released when its process ends. On a file system without locks, every process does
-    the work.
+    This function uses a kernel lock, which is released when its process ends. A barrier would abort a run
+    whose first rank takes longer than the timeout for collectives. On a file system without locks, every
+    process does the work.
 
     Args:
-        file: the lock file, which all processes share; it is created and kept.
+        file: the lock file, which all processes share. The file is created if needed and is not deleted.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o640)
+    descriptor = files.own_opener(str(file), os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor)
         yield

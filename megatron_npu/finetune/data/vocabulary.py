@@ -1,4 +1,4 @@
-"""Report tokens that have no embedding with a one-line error before a step uses them.
+"""Detect tokens that have no embedding, and report them with a one-line error before a step uses them.
 
 Such a token causes an IndexError in the middle of a step on a CPU, and reads unrelated memory on a device.
 """
@@ -30,7 +30,8 @@ def require_known(batch: Any, size: int | None) -> None:
     """Check the ``input_ids`` of a batch in host memory.
 
     Args:
-        batch: a mapping with tokens of any shape and integer dtype; other batches are not checked.
+        batch: a mapping whose ``input_ids`` have any shape and an integer dtype; other batches are not
+            checked.
         size: the result of ``size_of``.
 
     Raises:
@@ -45,7 +46,7 @@ def require_known(batch: Any, size: int | None) -> None:
 
 
 def require_known_column(dataset: Any, size: int | None, what: str) -> None:
-    """Check all tokens of a dataset from the package ``datasets``; other datasets are not checked.
+    """Check all tokens of a dataset of the ``datasets`` package; other datasets are not checked.
 
     Args:
         dataset: a tokenized dataset with a column ``input_ids``.
@@ -67,7 +68,7 @@ def require_known_column(dataset: Any, size: int | None, what: str) -> None:
 
 def _unknown(what: str, token: int, size: int) -> UsageError:
     return UsageError(
-        f"{what} contains the token id {token}, but the model has {size} tokens",
-        f"token ids from 0 to {size - 1}",
-        "Use the tokenizer that the model was trained with, or resize_token_embeddings(len(tokenizer)).",
+        f"{what} contains the token id {token}, but the model has {size} tokens, so ids must be from 0 to "
+        f"{size - 1}. Use the tokenizer that the model was trained with, or "
+        "resize_token_embeddings(len(tokenizer))."
     )

@@ -1,4 +1,4 @@
-"""Word-piece vocabulary, selected by the flags, for masked sentence pairs."""
+"""The word-piece vocabulary that the flags select for masked sentence pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.data.tokenization import bert_wordpiece
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A word-piece vocabulary that implements the interface used by megatron-core's dataset.
+    """A word-piece vocabulary with the interface that megatron-core's dataset expects.
 
     Attributes:
         inv_vocab: maps ids to pieces; pieces inside a word start with ``##``.
@@ -31,30 +31,28 @@ class WordPieces:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids."""
+        """The number of ids in the vocabulary."""
         return max(self.inv_vocab) + 1
 
     @property
     def eod(self) -> int:
-        """The end-of-document id: the separator's, because word-piece vocabularies have no such token."""
+        """The id of the separator, because word-piece vocabularies have no end-of-document token."""
         return self.sep
 
 
 def word_pieces(args: Namespace) -> WordPieces:
-    """Return the vocabulary for ``--tokenizer-type`` and the vocabulary files.
+    """Return the vocabulary that ``--tokenizer-type`` and the vocabulary files define.
 
     The vocabulary lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's vocabulary, because
     Transformers models have no weights for them.
 
     Raises:
-        UsageError: the tokenizer has no word pieces.
+        UsageError: the tokenizer does not use word pieces.
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
             raise UsageError(
-                f"--tokenizer-type {args.tokenizer_type} without --vocab-file",
-                "both flags",
-                "Add --vocab-file vocab.txt.",
+                f"--tokenizer-type {args.tokenizer_type} requires --vocab-file. Add --vocab-file vocab.txt."
             )
         ids = bert_wordpiece.read_vocabulary(args.vocab_file)
         special = {name: ids[f"[{name.upper()}]"] for name in ("cls", "sep", "mask", "pad")}
@@ -66,9 +64,9 @@ def word_pieces(args: Namespace) -> WordPieces:
         kind, unknown = type(found).__name__, found.unk_token_id
     if None in special.values() or not any(piece.startswith("##") for piece in ids):
         raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type}",
-            "a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD], which masked sentence pairs need",
-            "Pass --tokenizer-type BertWordPieceLowerCase and --vocab-file vocab.txt.",
+            f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
+            "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
+            "BertWordPieceLowerCase and --vocab-file vocab.txt."
         )
     pieces = {number: piece for piece, number in ids.items()}
     names = OrderedDict(type=kind, size=len(pieces), **special)
@@ -84,7 +82,7 @@ def _of_transformers(args: Namespace) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} without a tokenizer in {name}",
-            "the tokenizer that the data was created with",
-            "Pass --tokenizer-model DIR, or --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.",
+            f"--tokenizer-type {args.tokenizer_type}: there is no tokenizer in {name}. The tokenizer that "
+            "the data was created with is required. Pass --tokenizer-model DIR, or --tokenizer-type "
+            "BertWordPieceLowerCase --vocab-file vocab.txt."
         ) from error

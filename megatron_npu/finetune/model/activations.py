@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep only a block's input, and recompute the rest in the backward pass."""
+"""Activation checkpointing: save only a block's input, and recompute the rest in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from megatron_npu.finetune.model.blocks import repeated_blocks
 def checkpoint_activations(model: nn.Module) -> str:
     """Make the model's blocks recompute their activations, and return a log line.
 
-    Transformers models use their built-in gradient checkpointing, which also disables KV caches. Random
-    generators are restored for the second pass, so dropout drops the same values.
+    Transformers models use their built-in gradient checkpointing, which also disables KV caches. The states
+    of the random generators are restored for the recomputation, so that dropout drops the same values.
     """
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # peft's wrapper
         inner = inner.get_base_model()
     if getattr(inner, "supports_gradient_checkpointing", False):
         _transformers_own(inner)
-        return f"activations: {type(inner).__name__} uses its own switch to recompute those of its blocks"
+        return (
+            f"activations: {type(inner).__name__} recomputes the activations of its blocks through its "
+            "own setting"
+        )
     blocks = repeated_blocks(model)
     for _, block in blocks:
         block.forward = _checkpointed(block)  # type: ignore[method-assign]
     if not blocks:
         return "activations: this model has no repeated blocks, so nothing is recomputed"
-    return f"activations: those of {len(blocks)} blocks are recomputed"
+    return f"activations: the activations of {len(blocks)} blocks are recomputed"
 
 
 def _transformers_own(model: Any) -> None:
-    """Enable Transformers' own gradient checkpointing; the method for this was renamed in version 5."""
+    """Enable gradient checkpointing in Transformers, which renamed the method for this in version 5."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)({"use_reentrant": False})
@@ -42,7 +45,7 @@ def _transformers_own(model: Any) -> None:
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Return a forward function that saves only the block's input when gradients are required."""
+    """Return a forward function that saves only the block's input if gradients are required."""
     forward = block.forward
 
     @wraps(forward)

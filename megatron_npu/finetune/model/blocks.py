@@ -1,4 +1,4 @@
-"""Find a Transformer's repeated blocks, which are the units of sharding, recomputation and compilation."""
+"""Find the repeated blocks of a Transformer: the units of sharding, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the pairs (name, block) of the model's Transformer blocks, in order.
+    """Return the (name, block) pairs of the model's Transformer blocks, in order.
 
     A block is an item of the outermost list whose items are all of one class and have at least two weight
     matrices each: ``encoder.layer`` of a BERT, ``transformer.h`` of a GPT-2, both stacks of a T5, the layers
-    of ``nn.TransformerEncoder``. Lists inside a block, for example of experts, belong to it. An
+    of ``nn.TransformerEncoder``. A list inside a block, such as a list of experts, belongs to that block. An
     ``nn.Sequential`` needs at least two such items. A block that is used twice (ALBERT) is returned once.
     """
     found: list[tuple[str, nn.Module]] = []
@@ -37,9 +37,10 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the repeated blocks that do not share any weight with a module outside them.
+    """Return the repeated blocks that do not share weights with any module outside them.
 
-    A weight shared by two blocks, or by a block and the rest, belongs to the whole model when it is sharded.
+    When the model is sharded, a weight that is shared by two blocks, or by a block and the rest of the model,
+    belongs to the model as a whole.
     """
     blocks = repeated_blocks(model)
     owners: dict[int, set[int]] = {}

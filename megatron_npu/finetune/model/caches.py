@@ -1,4 +1,4 @@
-"""Disable KV caches, which are needed for generation but not for training."""
+"""Disable KV caches, which only generation needs, during training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ def leave_caches_to_generation(model: nn.Module) -> None:
     """Make a Transformers model use a KV cache only if a call requests it.
 
     Decoders have ``use_cache`` set in their configuration, so each forward pass would copy all keys and
-    values into an unused cache, and each layer of a compiled model would need its own graph, because its
-    index in the cache differs. The configuration is not changed: ``generate`` requests the cache itself.
+    values into an unused cache, and each layer of a compiled model would need its own graph, because the
+    layers have different indices in the cache. The configuration is not changed, and ``generate`` requests
+    the cache explicitly.
 
     Args:
         model: a Transformers model, possibly wrapped by peft; other models are not changed.
@@ -35,7 +36,7 @@ _CACHES = ("cache", "past_key_values")  # Transformers' name since 5.24, and bef
 def _without_cache(
     place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Set ``use_cache=False`` if the call neither sets it nor passes a cache."""
+    """Set ``use_cache=False`` unless the call sets it or passes a cache."""
     if len(args) <= place and all(kwargs.get(name) is None for name in _CACHES):
         kwargs.setdefault("use_cache", False)
     return args, kwargs

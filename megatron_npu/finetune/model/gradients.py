@@ -1,8 +1,8 @@
-"""Gradient norm over all ranks and gradient scaling, for unsharded and sharded weights.
+"""Gradient norm over all ranks and scaling of gradients, for unsharded and sharded weights.
 
-``torch.nn.utils.get_total_norm`` is not used because its norm has the gradients' dtype: in fp16 it overflows
-to inf although no gradient is infinite, which a loss scale would treat as an overflow; in bf16 it is off by
-3e-3, and for 38 million fp32 values by 1e-3 on a CPU.
+``torch.nn.utils.get_total_norm`` is not used, because it computes the norm in the gradients' dtype. In fp16,
+the norm overflows to inf although no gradient is infinite, and a loss scale would treat this as an overflow.
+The norm is off by 3e-3 in bf16, and by 1e-3 for 38 million fp32 values on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients as one vector, over all ranks if the gradients are sharded.
+    """Return the L2 norm of all gradients taken as one vector, over all ranks if the gradients are sharded.
 
     The norm is inf or nan if a gradient contains one. ``device`` is the device on which the ranks
     communicate.
@@ -34,7 +34,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all values as an fp32 tensor ``[]`` on ``device``."""
+    """Return the sum of the squares of all values, as a scalar fp32 tensor on ``device``."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
@@ -43,7 +43,7 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return the clipping factor for gradients with this norm; if ``largest`` is 0, clipping is disabled."""
+    """Return the clipping factor for gradients with this norm; a ``largest`` of 0 disables clipping."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
 
 

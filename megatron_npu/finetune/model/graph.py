@@ -1,4 +1,4 @@
-"""Compile the repeated blocks of a model, so that all identical layers use one graph."""
+"""Compile the repeated blocks of a model, so that all identical layers share one graph."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _ATTENTION_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "att
 def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     """Compile each Transformer block of ``model`` in place, and return a log line.
 
-    Blocks differ only in their weights, so inductor compiles the first one and the others use its graph. The
-    rest of the model (embeddings, head, loss) is not compiled. A model without blocks is compiled as a whole.
-    Compilation happens in the first forward pass.
+    Blocks differ only in their weights, so inductor compiles the first block, and the other blocks use its
+    graph. The rest of the model (embeddings, head, loss) is not compiled. A model without blocks is compiled
+    as a whole. Compilation happens in the first forward pass.
 
-    On a CPU, graphs use torch's own kernels for random numbers, as code without graphs does: inductor's code
-    generates one value at a time (torch 2.13), which makes a BERT step a fifth longer.
+    On a CPU, graphs use the same random-number kernels as eager mode, because the code that inductor
+    generates (torch 2.13) draws one value at a time, which makes a BERT step a fifth longer.
 
-    Call it after ``ops.swap`` and after activation checkpointing, which is compiled along with the blocks,
-    and before ``fully_shard`` or DDP, whose hooks stay outside the graphs.
+    Call this function after ``ops.swap`` and after enabling activation checkpointing, which is compiled along
+    with the blocks, and before ``fully_shard`` or DDP, whose hooks must stay outside the graphs.
 
     Args:
         model: a Transformers model or a user's own.
-        dynamic: use one graph for all batch lengths; otherwise, as by default in torch, the first length has
-            its own graph and all other lengths share a second one.
+        dynamic: whether to use one graph for all batch lengths. If False, which is torch's default, the first
+            length has its own graph, and all other lengths share a second one.
 
     Raises:
-        UsageError: there is no C++ compiler, which inductor needs on a CPU, or its cache is not writable or
-            not private.
+        UsageError: there is no C++ compiler, which inductor requires on a CPU, or inductor's cache is not
+            writable or not private.
     """
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
     graph_cache.claim()
@@ -53,13 +53,15 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     options = {"fallback_random": True} if devices.current().is_host else None
     for _, block in blocks or [("", model)]:
         block.compile(dynamic=dynamic or None, options=options)  # None: only what differs between batches
-    what = f"{len(blocks)} blocks, which share one graph" if blocks else "the whole model"
-    lengths = "for all batch lengths" if dynamic else "for the first batch length, and one for all others"
-    return f"graphs: torch.compile of {what} {lengths}"
+    what = f"{len(blocks)} blocks, which share one graph," if blocks else "the whole model"
+    lengths = (
+        "for all batch lengths" if dynamic else "once for the first batch length and once for all others"
+    )
+    return f"graphs: torch.compile compiles {what} {lengths}"
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a log line if attention is not part of the graphs, and an empty string otherwise.
+    """Return a log line if attention is not part of the graphs, or an empty string otherwise.
 
     The CPU operation generates dropout masks tile by tile from its own generator, which a graph cannot
     capture; torch's own attention would be part of the graph but compute all scores. Each block then consists
@@ -69,10 +71,10 @@ def attention_outside(model: nn.Module) -> str:
     drops = any(getattr(config, name, 0.0) for config in configs if config for name in _ATTENTION_DROPOUTS)
     if not drops or not devices.current().is_host:
         return ""
-    return "graphs: they exclude attention, because its dropout masks are generated tile by tile"
+    return "graphs: attention is not compiled, because its dropout masks are generated tile by tile"
 
 
 def count_graphs() -> int:
-    """Return the number of graphs compiled in this process; it must not grow with the number of steps."""
+    """Return the number of graphs compiled in this process, which must not grow with the number of steps."""
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) with peft, where only the adapters and a new head are trained."""
+"""Low-rank adapters (Hu et al. 2021) with peft, which trains only the adapters and a new head."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Add adapters of this rank to the model, and return the model with a log line.
+    """Add adapters of the given rank to the model; return the model and a log line.
 
-    Adapters are added to the layers in peft's table for this model type. If the table has no entry, they are
-    added to every linear layer of the repeated blocks, or to every linear layer if there are no blocks. A
-    head that no pre-trained model has (such as a classifier) is trained fully.
+    Adapters are added to the layers in peft's table for this model type. If the table has no entry for the
+    type, they are added to every linear layer of the repeated blocks, or to every linear layer if there are
+    no blocks. A head that pre-trained models do not have, such as a classifier, is trained in full.
 
     Raises:
-        UsageError: the rank is not smaller than that of the matrices.
+        UsageError: the adapters' rank is not smaller than that of the matrices.
     """
     import peft
 
@@ -37,12 +37,15 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
     parameters = list(adapted.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in parameters)
-    head = f", with {', '.join(heads)} trained fully" if heads else ""
-    return adapted, f"LoRA: rank {rank} on {source}{head}; {trained:,} of {total:,} weights are trained"
+    head = f", and {', '.join(heads)} are trained fully" if heads else ""
+    return (
+        adapted,
+        f"LoRA: rank {rank} is applied to {source}{head}; {trained:,} of {total:,} weights are trained",
+    )
 
 
 def _targets(model: nn.Module) -> tuple[list[str], str]:
-    """Return the value for peft's ``target_modules`` and a description of these modules."""
+    """Return the value of peft's ``target_modules`` and a description of the modules that it selects."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -69,9 +72,8 @@ def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
     ]
     if sides and rank >= max(sides):
         raise UsageError(
-            f"--lora-rank {rank} with matrices of rank at most {max(sides)}",
-            "a lower rank, usually 4 to 64",
-            "Use a lower rank, or train all weights.",
+            "--lora-rank must be lower than the rank of the adapted matrices, which is at most "
+            f"{max(sides)}, but got {rank}. Use a lower rank (usually 4 to 64), or train all weights."
         )
 
 
@@ -80,7 +82,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return a Transformers model's modules other than its pre-trained base and language-model head."""
+    """Return the modules of a Transformers model other than its pre-trained base and language-model head."""
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):
         return []

@@ -24,11 +24,11 @@ _GATHERED = 1 << 20  # values that one collective brings together
 
 @dataclass
 class _Weight:
-    """A parameter of the model, and the part of it that this rank's optimizer updates.
+    """A parameter of the model, with the part of it that this rank's optimizer updates.
 
     Attributes:
         main: the tensor that the optimizer updates: the parameter itself, a row shard, or a copy on the host.
-        step: rows per shard; 0 if it is not sharded.
+        step: the number of rows per shard, or 0 if the parameter is not sharded.
     """
 
     parameter: nn.Parameter
@@ -41,18 +41,18 @@ class _Weight:
 
     @property
     def padded(self) -> int:
-        """The number of values in a shard, including padding, because every rank sends the same number."""
+        """The number of values in a shard, including padding, so that every rank sends the same number."""
         return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
 
 
 class MainWeights:
     """The weights that an optimizer updates in place of a model's own weights.
 
-    Before a step each main weight gets its gradient, and after it the model gets the new values; both happen
-    in ``optimizer.step()`` after ``follow`` has been called. Sharded main weights are DTensors that are split
-    by rows as in FSDP2, so checkpoints can be loaded with another sharding, and optimizers that use whole
-    tensors work. If a weight has fewer rows than there are ranks, some ranks have none; a scalar is not
-    split.
+    Before a step, each main weight receives its gradient; after the step, the model receives the new values.
+    Both happen in ``optimizer.step()`` once ``follow`` has been called. Sharded main weights are DTensors
+    that are split by rows as in FSDP2, so that checkpoints can be loaded with different sharding, and
+    optimizers that need whole tensors work. If a weight has fewer rows than there are ranks, some ranks have
+    no rows of it. Scalars are not split.
 
     Args:
         trained: the model's trained parameters by name.
@@ -97,7 +97,7 @@ class MainWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Copy the new values to the model on every rank, and reset the model's gradients."""
+        """Copy the new values to the model on every rank, and clear the model's gradients."""
         for weight in self.weights.values():
             if self.host:
                 weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))
@@ -137,7 +137,7 @@ class MainWeights:
         return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def _bunches(self) -> Iterator[list[_Weight]]:
-        """Yield groups of sharded weights with equal dtype and device; one collective gathers each group."""
+        """Yield groups of sharded weights of the same dtype and device, each gathered by one collective."""
         open_: dict[Any, list[_Weight]] = {}
         ranks = self.mesh.size() if self.mesh is not None else 1
         for weight in self.weights.values():

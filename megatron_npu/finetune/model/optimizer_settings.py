@@ -1,7 +1,7 @@
-"""Optimizer settings on resume, which come from the current flags rather than from the checkpoint.
+"""Settings of the optimizer on resume, which come from the current flags rather than from the checkpoint.
 
-torch stores the settings in the parameter groups, which are loaded with the moments, and ``LambdaLR`` stores
-each group's maximum learning rate.
+These settings must be restored after loading, because torch stores them in the parameter groups, which are
+loaded together with the moments, and ``LambdaLR`` stores each group's maximum learning rate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a new optimizer and its schedule.
+    """The settings of a newly created optimizer and its schedule.
 
     Attributes:
-        groups: settings of each group.
-        rates: maximum learning rate of each group; None without a ``LambdaLR``.
+        groups: the settings of each group.
+        rates: the maximum learning rate of each group, or None without a ``LambdaLR``.
     """
 
     groups: list[dict[str, Any]]
@@ -29,14 +29,14 @@ class Settings:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Settings:
-        """Return the settings before anything is loaded."""
+        """Return the current settings; call this before anything is loaded."""
         groups = [
             {name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups
         ]
         return Settings(groups, list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None)
 
     def restore(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
-        """Restore the settings; the learning rate follows from the schedule's position."""
+        """Restore the settings; the learning rate is computed from the schedule's position."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         if self.rates is not None and isinstance(schedule, LambdaLR):

@@ -1,8 +1,9 @@
-"""State of an optimizer over replaced weights, stored under the original names for checkpoints.
+"""The state of an optimizer over replaced weights, stored in checkpoints under the weights' original names.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
-weights, not those of ZeRO-1 and of an offloaded optimizer; it omits weights that have not been stepped, which
-loading then reports as missing; and it counts the step that creates the state of a new optimizer.
+weights, and not those of ZeRO-1 or of an offloaded optimizer; it omits weights that have not been updated
+yet, which are then reported as missing when loading; and it counts the step that creates the state of a new
+optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Named = dict[str, nn.Parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
-    """Make an optimizer update the tensors that replaced a model's weights.
+    """Make an optimizer update the tensors that have replaced a model's weights.
 
     Parameter groups keep their options. Weights that are no longer trained are removed from their group, new
     weights (adapters) are added to the first group, and weights that were in no group are not added to any.
@@ -35,7 +36,8 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
     """Return this rank's tensors as ``{"state": {name: {...}}, "groups": [{...}]}``.
 
-    Every weight has state afterwards (``make_state``), because reading a checkpoint fills existing tensors.
+    Afterwards, every weight has state (see ``make_state``), because reading a checkpoint fills existing
+    tensors.
     """
     make_state(optimizer)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -61,9 +63,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of weights that have not been stepped by running a step that changes no values.
+    """Create the optimizer state of weights that lack it, by running a step that changes no values.
 
-    They get zero gradients and a learning rate of 0, and the step is not counted. torch's
+    The weights get zero gradients and a learning rate of 0, and the step is not counted. torch's
     ``_init_optim_state`` does the same for an optimizer without any state, but leaves the step counts at 1.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -86,7 +88,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Set the learning rates to 0 inside the block, so that a step changes no weight.
+    """Set the learning rates to 0 inside the block, so that an optimizer step changes no weight.
 
     All group options are restored afterwards.
     """

@@ -1,8 +1,8 @@
-"""Models with a masked-word head and a next-sentence head, whose loss is the sum of two means.
+"""Support for models with a masked-word head and a next-sentence head, whose loss is a sum of two means.
 
 A batch has one sentence pair per sample but a different number of masked words, so the two means are weighted
-by different label counts. Transformers models return only the sum; the second loss is computed again from the
-logits of the next-sentence head.
+by different label counts. Transformers models return only the sum; the second loss is therefore recomputed
+from the logits of the next-sentence head.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ LABEL = "next_sentence_label"
 
 
 class PairLoss:
-    """Separates the next-sentence loss from the sum that a model returned.
+    """Separates the next-sentence loss from the sum of losses that a model returns.
 
     Args:
-        model: a model that ``has_pairs``; its outputs are observed.
+        model: a model for which ``has_pairs`` returns True; its outputs are recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class PairLoss:
             self._last = cross_entropy(logits.float(), labels.view(-1))
 
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return the word loss and the next-sentence loss, whose sum was returned by the last forward pass.
+        """Return the word loss and the next-sentence loss, whose sum the last forward pass returned.
 
         If the next-sentence loss cannot be determined (for example with tuple outputs), the whole sum counts
         as word loss.

@@ -15,12 +15,12 @@ _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(mixed_precision: str | None) -> torch.dtype:
-    """Return the dtype that is used for matmuls."""
+    """Return the dtype used for matmuls."""
     return _DTYPES[mixed_precision]
 
 
 def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context for a forward pass, which is torch's autocast, or a null context in fp32."""
+    """Return the context for a forward pass: torch's autocast, or a null context in fp32."""
     if mixed_precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype_of(mixed_precision))
@@ -28,16 +28,17 @@ def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.Ab
 
 @dataclass
 class LossScale:
-    """Loss scale that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
+    """A loss scale that keeps fp16 gradients representable (Micikevicius et al. 2018, 3.2).
 
-    It follows the same rule as ``torch.amp.GradScaler``, which however checks only one rank's gradients for
-    inf and has no minimum scale. Here, an overflow is detected from the gradient norm over all ranks, which
-    each step computes anyway.
+    The rule is that of ``torch.amp.GradScaler``, which, however, checks only one rank's gradients for inf and
+    has no minimum scale. Here, overflows are detected from the gradient norm over all ranks, which is
+    computed in each step anyway.
 
     Attributes:
         value: the factor.
         steps: number of consecutive steps without overflow.
-        growth, backoff: factors for ``value`` after ``interval`` such steps, and after an overflow.
+        growth, backoff: the factors applied to ``value`` after ``interval`` steps without overflow and after
+            an overflow, respectively.
     """
 
     value: float = 65536.0
@@ -61,7 +62,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that must be saved to resume."""
+        """Return the state that must be saved in order to resume."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

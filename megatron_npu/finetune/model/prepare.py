@@ -1,4 +1,4 @@
-"""Prepare a model, an optimizer and a schedule for the switches, and run training steps."""
+"""Prepare a model, an optimizer and a schedule according to the switches, and run training steps."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass
 class Prepared:
-    """A model that has been prepared: call ``model``, then ``backward`` and ``step``.
+    """A prepared model: call ``model``, then ``backward`` and ``step``.
 
-    A training step is::
+    A training step looks as follows::
 
         for number, batch in enumerate(micro_batches, 1):
             with prepared.accumulating(last=number == len(micro_batches)):
@@ -52,8 +52,8 @@ class Prepared:
                 prepared.backward(loss)
         norm = prepared.step()
 
-    If there is no loss scale and gradients need not be clipped, a custom loop can use ``loss.backward()``,
-    ``optimizer.step()`` and ``optimizer.zero_grad()`` instead.
+    If no loss scale is used and gradients are not clipped, a custom loop can instead call
+    ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
 
     Attributes:
         model: called like the user's own model, with the same attributes.
@@ -64,11 +64,11 @@ class Prepared:
         device: the device of this rank.
         weights: the tensors that the optimizer updates, under their names in ``module``: its parameters,
             their shards, or copies on the host.
-        main_weights: object that synchronizes ``weights`` with the module's parameters; None if they are the
-            same.
+        main_weights: the object that synchronizes ``weights`` with the module's parameters, or None if they
+            are the same.
         clip_grad: maximum gradient norm; 0 disables clipping.
         loss_scale: the loss scale of fp16.
-        ledger: one line per switch with its effect.
+        ledger: one line per switch that describes its effect.
         own_optimizer: whether the default optimizer is used, whose settings are arguments of ``prepare``.
         flags_schedule: whether the schedule comes from the flags rather than from the script.
     """
@@ -91,8 +91,8 @@ class Prepared:
         """Return the context for the forward and backward passes of a micro-batch.
 
         Args:
-            last: whether this is the last micro-batch before ``step``, in which the ranks reduce gradients if
-                the sharding lets them wait until then.
+            last: whether this is the last micro-batch before ``step``. Only in this micro-batch do the ranks
+                reduce gradients, if the sharding permits the delay.
         """
         return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
@@ -101,7 +101,7 @@ class Prepared:
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of ``loss``, a scalar ``[]`` in fp32 or a 16-bit dtype."""
+        """Accumulate the gradients of ``loss``, which is a scalar tensor in fp32 or a 16-bit dtype."""
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
@@ -133,8 +133,8 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Return the model, optimizer, schedule and loss-scale state for ``torch.distributed.checkpoint``.
 
-        Each rank stores its own shards, and weights have their names in ``module``, so a run can resume with
-        different sharding or another number of ranks.
+        Each rank stores its own shards, and weights are stored under their names in ``module``, so that a run
+        can resume with different sharding or a different number of ranks.
         """
         with self._main_weights_alone():
             state = {
@@ -169,7 +169,7 @@ class Prepared:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights and buffers in host memory on rank 0; all ranks must call this."""
+        """Return all weights and buffers in host memory on rank 0. All ranks must call this method."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast("dict[str, Tensor]", get_model_state_dict(self.model, options=options))
 
@@ -200,7 +200,7 @@ def prepare(
     adam: AdamOptions = _DEFAULT_ADAM,
     clip_grad: float = 0.0,
 ) -> Prepared:
-    """Prepare a model for the switches, together with its optimizer and schedule.
+    """Prepare a model, its optimizer and its schedule according to the switches.
 
     Args:
         model: changed in place. Create large models on the host; they are moved to the device block by block.
@@ -219,13 +219,12 @@ def prepare(
     wrapped, module, line = _distribute(model, switches, device)
     ledger.append(line)
     if switches.mixed_precision:
-        ledger.append(f"mixed precision: matmuls in {switches.mixed_precision}, main weights in fp32")
+        ledger.append(f"mixed precision: matmuls run in {switches.mixed_precision} with main weights in fp32")
     weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if not weights:
         raise UsageError(
-            "the model has no weights to train",
-            "at least one parameter that requires a gradient",
-            "Use another model.",
+            "the model has no weights to train: at least one parameter must require a gradient. Use another "
+            "model."
         )
     main_weights, line = _main_weights(weights, switches, device)
     if main_weights is not None:
@@ -258,7 +257,7 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Apply the switches that change the model in place; return the model and a log line per switch."""
+    """Apply the switches that change the model in place; return the model and one log line per switch."""
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
@@ -293,10 +292,9 @@ def optimizer_of(
         known = {id(parameter) for parameter in before.values()}
         if not any(id(parameter) in known for group in given.param_groups for parameter in group["params"]):
             raise UsageError(
-                f"the returned optimizer ({type(given).__name__}) was created for another model's parameters",
-                "an optimizer for the trained model's parameters, or a function that creates one from "
-                "parameters",
-                "Return, for example, functools.partial(torch.optim.AdamW, lr=...).",
+                f"the returned optimizer ({type(given).__name__}) was created for another model's "
+                "parameters. Return an optimizer for the trained model's parameters, or a function that "
+                "creates one from parameters, such as functools.partial(torch.optim.AdamW, lr=...)."
             )
         rebind(given, before, weights)
         return given
@@ -304,40 +302,37 @@ def optimizer_of(
 
 
 def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
-    """Return the optimizer or scheduler that is created by a user's function.
+    """Return the optimizer or scheduler that a user's function creates.
 
     Raises:
-        UsageError: the given object is not a function of one argument, or the function returns something
-            else.
+        UsageError: the given object is not a function of one argument, or the function does not return an
+            optimizer or scheduler.
     """
     if not callable(function):
         raise UsageError(
-            f"the {what} was returned as a {type(function).__name__}",
-            "a function that creates it, or None",
-            "Return such a function.",
+            f"the {what} must be returned as a function that creates it, or as None, but got a "
+            f"{type(function).__name__}. Return such a function."
         )
     _require_argument(function, what)
     made = function(of)
     if not hasattr(made, has):
         raise UsageError(
-            f"the function that creates the {what} returned "
-            f"{'nothing' if made is None else type(made).__name__}",
-            f"the {what}",
-            "Return the created object from the function.",
+            f"the function that creates the {what} must return the {what}, but it returned "
+            f"{'nothing' if made is None else type(made).__name__}. Return the created object from the "
+            "function."
         )
     return made
 
 
 def _require_argument(function: Callable[..., Any], what: str) -> None:
-    """Reject a function that cannot be called with one argument: the parameters or the optimizer."""
+    """Reject a function that does not accept a single argument (the parameters or the optimizer)."""
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         takes = "parameters" if what == "optimizer" else "optimizer"
         raise UsageError(
-            f"the function that creates the {what} cannot be called: {error}",
-            f"one argument, the {takes}",
-            "Correct its parameters.",
+            f"the function that creates the {what} must accept one argument, the {takes}, but calling it "
+            f"failed: {error}. Correct its parameters."
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return
@@ -370,7 +365,7 @@ def _distribute(
 def _main_weights(
     weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
 ) -> tuple[MainWeights | None, str]:
-    """Return the main weights and a log line, or None if the optimizer updates the parameters directly."""
+    """Return the main weights and a log line, or None if the optimizer updates the parameters themselves."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
         return None, ""

@@ -1,6 +1,6 @@
 """Load a model's configuration, tokenizer and weights from a folder or from the hub's cache.
 
-Transformers is imported only when one of them is requested, so task flags and help texts do not need it.
+Transformers is imported only when one of these is requested, so that flags and help texts do not require it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return a model's configuration, which does not depend on the model's heads.
+    """Return a model's configuration, which is the same for all of its heads.
 
     Args:
         name: a folder, or a name on the hub.
@@ -50,13 +50,13 @@ def has_head(config: Any, head: str) -> bool:
 
 
 def sees_all(config: Any) -> bool:
-    """Return True if tokens attend to later tokens, as in an encoder."""
+    """Return True if tokens attend to later tokens, which is the case in encoders."""
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return has_head(config, "AutoModelForMaskedLM") and not decodes
 
 
 def class_names(name: str) -> tuple[str, ...]:
-    """Return the class names of a model, ordered by number.
+    """Return the class names of a model, ordered by class number.
 
     Raises:
         UsageError: the model does not exist.
@@ -67,7 +67,7 @@ def class_names(name: str) -> tuple[str, ...]:
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
-    """Return True if a file of a hub model is in the cache."""
+    """Return True if a file of a hub model is in the hub's cache."""
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -93,7 +93,7 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
 
 
 def _require_as_downloaded(name: str) -> None:
-    """Compare the weights in a folder or in the hub's cache with the hub's checksums, if there are any."""
+    """Compare the weights in a folder or in the hub's cache with the hub's checksums, if available."""
     from transformers.utils import cached_file
 
     if os.environ.get("RANK", "0") != "0":
@@ -115,14 +115,14 @@ def _require_as_downloaded(name: str) -> None:
 
 
 def _looked_at(name: str, model: T) -> T:
-    """Return the model; rank 0 warns about weights with values that do not occur in trained models."""
+    """Return the model; on rank 0, warn about weights with values that do not occur in trained models."""
     if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
         stranger_weights.tell_of_implausible(name, model.named_parameters())
     return model
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
-    """Return a model's tokenizer; if it has no padding token, its end token is used for padding.
+    """Return a model's tokenizer; if the tokenizer has no padding token, its end token is used for padding.
 
     Raises:
         UsageError: the tokenizer does not exist, has no tokens, or has more tokens than the model.
@@ -133,15 +133,13 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
     entries = getattr(config.get_text_config(), "vocab_size", None)
     if len(found) <= len(set(found.all_special_ids)):  # what Transformers makes of a folder without its files
         raise UsageError(
-            f"{_FLAG} {name}: its tokenizer has no vocabulary",
-            "tokenizer.json, or the tokenizer files that this kind of model uses",
-            "Add these files to the folder, as save_pretrained writes them.",
+            f"{_FLAG} {name}: its tokenizer has no vocabulary. Add tokenizer.json, or the tokenizer files "
+            "that this type of model uses, to the folder, as save_pretrained writes them."
         )
     if entries is not None and len(found) > entries:
         raise UsageError(
-            f"{_FLAG} {name}: its tokenizer has {len(found)} tokens, but its model only {entries}",
-            "a model with an embedding for every token",
-            "Use the tokenizer that the model was trained with.",
+            f"{_FLAG} {name}: its tokenizer has {len(found)} tokens, but its model has embeddings for only "
+            f"{entries}. Use the tokenizer that the model was trained with."
         )
     if found.pad_token is None:
         found.pad_token = found.eos_token or found.unk_token
@@ -169,12 +167,12 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
-    """Return the maximum number of input tokens, either the requested number or the model's limit.
+    """Return the maximum number of input tokens: the requested number, or the model's limit.
 
     Args:
         name: name of the model.
         tokenizer: the model's tokenizer, which usually has a limit.
-        config: the model's configuration, which contains the number of positions if it is limited.
+        config: the model's configuration, which contains the number of positions if the model has a limit.
         asked: value of ``--seq-length``.
         otherwise: the default if there is no limit.
 
@@ -185,26 +183,26 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
     around = tokenizer.num_special_tokens_to_add(pair=False)
     if asked and asked <= around:
         raise UsageError(
-            f"--seq-length {asked} with {name}",
-            f"more than the {around} special tokens around each text",
-            "Pass a larger --seq-length.",
+            f"--seq-length must exceed the {around} special tokens that {name} adds to each text, but got "
+            f"{asked}. Pass a larger --seq-length."
         )
     limits = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)]
     most = min((limit for limit in limits if limit and limit < 1 << 30), default=None)
     if asked and most and asked > most:
         raise UsageError(
-            f"--seq-length {asked} with {name}", f"at most {most}", "Use fewer tokens, or another model."
+            f"--seq-length must be at most {most} for {name}, but got {asked}. Use fewer tokens, or another "
+            "model."
         )
     return asked or most or otherwise
 
 
 def _refuse_endless(name: str, config: Any) -> None:
-    """Reject a layer count so large that building the model would exhaust memory."""
+    """Reject a number of layers that is so large that building the model would exhaust memory."""
     for key in _LAYERS:
         count = getattr(config, key, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
             raise _refused(
-                name, f"{key} is {count:,} in its config.json, which is more than {_MOST_LAYERS:,}"
+                name, f"{key} is {count:,} in its config.json, but must be at most {_MOST_LAYERS:,}"
             )
 
 
@@ -219,7 +217,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
     for index in Path(name).glob("*.index.json"):
         _require_own_shards(name, index)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise _refused(name, "no such folder")  # asking the hub takes time where there is none
+        raise _refused(name, "the folder does not exist")  # asking the hub takes time where there is none
     try:
         return load()
     except UsageError:
@@ -231,7 +229,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 
 
 def _reason_of(name: str, error: Exception) -> str:
-    """Return the reason why a model could not be loaded, in a single line."""
+    """Return the reason why a model could not be loaded, as a single line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
         return "it is neither a folder nor in the local hub cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
@@ -257,15 +255,14 @@ def _require_own_shards(name: str, index: Path) -> None:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         stranger = next((shard for shard in shards if Path(shard).name != shard), None)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _refused(name, f"{index.name} is not an index of weight files") from error
+        raise _refused(name, f"{index.name} is not a valid index of weight files") from error
     if stranger is not None:
         raise _refused(name, f"{index.name} lists {stranger}, which is not in the folder")
 
 
 def _refused(name: str, reason: str) -> UsageError:
     return UsageError(
-        f"{_FLAG} {name}: {reason.rstrip('.')}",
-        "a folder with config.json, a tokenizer and model.safetensors, or the name of a model on the hub",
-        "Correct the name; a model on the hub needs a connection, or must be in the cache "
-        "(HF_HUB_OFFLINE=1 uses only the cache).",
+        f"{_FLAG} {name} cannot be loaded: {reason.rstrip('.')}. It must be a folder with config.json, a "
+        "tokenizer and model.safetensors, or the name of a model on the hub. Correct the name; a model on "
+        "the hub requires a connection, unless it is in the cache (HF_HUB_OFFLINE=1 uses only the cache)."
     )

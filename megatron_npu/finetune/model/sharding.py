@@ -28,7 +28,7 @@ from megatron_npu.options.switches import Switches
 
 
 class DataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP with the attributes of the wrapped model, such as ``config`` and ``generate``."""
+    """torch's DDP with access to the attributes of the wrapped model, such as ``config`` and ``generate``."""
 
     __init__ = gloo.outlive_reducer(nn.parallel.DistributedDataParallel.__init__)
 
@@ -40,7 +40,7 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Wrap a model in DDP; a batch may leave parts of the model unused."""
+    """Wrap a model in DDP so that a batch may leave parts of the model unused."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
@@ -58,8 +58,8 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
 
     Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free the block afterwards
     and gather it again for its backward pass; ``zero-2`` keeps it gathered in between. Everything outside the
-    blocks forms one more unit, which stays gathered from forward to backward. A model on the host is moved to
-    the device block by block.
+    blocks forms one more unit, which stays gathered from the forward pass to the backward pass. A model on
+    the host is moved to the device block by block.
     """
     mesh = mesh_of(device)
     reshard = switches.sharding != "zero-2"
@@ -87,15 +87,16 @@ def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> s
 def silence_views() -> None:
     """Silence ``fully_shard``'s warning about models whose outputs are views.
 
-    In-place writes to such an output would lose its hook (torch 2.13). Our own tasks only read outputs; for a
-    script that writes to outputs, and a model that writes to those of its blocks, torch still warns.
+    An in-place write to such an output would remove its hook (torch 2.13). The tasks of this project only
+    read outputs. For scripts that write to outputs, and for models that write to the outputs of their blocks,
+    torch still warns.
     """
     whole = r"FSDP2-wrapped module \(FSDP\w+(For\w+|HeadModel)\) returned a view"
     warnings.filterwarnings("ignore", whole, UserWarning)
 
 
 def _precision(switches: Switches) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy, which gathers weights in 16 bits and reduces gradients in fp32."""
+    """Return a mixed-precision policy that gathers weights in 16 bits and reduces gradients in fp32."""
     if switches.mixed_precision is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -104,9 +105,9 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of unsharded tensors to all ranks, as DDP does during construction.
+    """Copy rank 0's values of unsharded tensors to all ranks, like the constructor of DDP.
 
-    ``fully_shard`` would keep each rank's own values.
+    Without this call, ``fully_shard`` would keep each rank's own values.
     """
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -118,11 +119,11 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce gradients in the forward and backward passes of a micro-batch only if this is required.
+    """Reduce the gradients of a micro-batch only if this is required.
 
     DDP reduces gradients only in the last micro-batch of a step. ``fully_shard`` reduces them in each
     micro-batch, because no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered
-    until the last one.
+    until the last micro-batch.
     """
     if isinstance(model, DataParallel) and not last:
         with model.no_sync():

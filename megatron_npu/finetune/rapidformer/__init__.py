@@ -1,1 +1,1 @@
-"""Implementation of PAI-Rapidformer's Python interface (document 001): engine, templates and scripts."""
+"""Implementation of the Python interface of PAI-Rapidformer (document 001): engine, templates and scripts."""

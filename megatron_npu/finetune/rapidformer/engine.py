@@ -33,7 +33,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class RapidformerEngine:
-    """Sets up the processes, and prepares their models, data and results.
+    """Sets up the processes, and prepares models, data and results.
 
     Args:
         args: the flags (``arguments.parse``). If None, the flags of the run are used.
@@ -46,7 +46,7 @@ class RapidformerEngine:
         vocabulary: the model's number of tokens; None if it is unknown or no model has been prepared.
         shifts_labels: whether the model compares labels with the previous outputs.
         pairs: object that splits the loss of a model with a next-sentence head; None for other models.
-        used: whether the engine has data, a model, or a template that trains.
+        used: whether the engine has been given data, a model, or a template that trains.
 
     Raises:
         UsageError: there are no flags, or the device is not available.
@@ -104,9 +104,9 @@ class RapidformerEngine:
         """
         if self.switches.mixed_precision == "fp16":
             raise UsageError(
-                "--mixed-precision fp16 with engine.compose",
-                "bf16 or a template, because fp16 needs loss scaling, which a custom loop does not provide",
-                "Pass --mixed-precision bf16, or train with a Finetuner.",
+                "--mixed-precision fp16 cannot be used with engine.compose, because fp16 needs loss "
+                "scaling, which a custom loop does not provide. Pass --mixed-precision bf16, or train with "
+                "a Finetuner."
             )
         prepared = self.prepare(model_obj, optimizer_fn, lr_scheduler_fn)
         if self.switches.mixed_precision:
@@ -166,8 +166,9 @@ class RapidformerEngine:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, concatenated.
 
-        All ranks must call this. Samples repeated in a loader's last batch are removed, so each sample of the
-        dataset occurs once, in order. For tensors of different lengths see ``gathering.gather``.
+        All ranks must call this method. Samples that were repeated in a loader's last batch are removed, so
+        that each sample of the dataset occurs once, in order. For tensors of different lengths, see
+        ``gathering.gather``.
         """
         together = gathering.gather(tensor, self.args.world_size)
         for loader in self._loaders:
@@ -196,7 +197,7 @@ class RapidformerEngine:
         Raises:
             UsageError: the dataset has no length.
         """
-        require_length(dataset, "the data set of build_data_loader")
+        require_length(dataset, "the dataset passed to build_data_loader")
         self.used = True
         collate_fn = collate_fn or self._default_collate(dataset)
         loader = self.loader(dataset, collate_fn, shuffle=shuffle, repeats=repeats)
@@ -221,7 +222,7 @@ class RapidformerEngine:
         )
 
     def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
-        """Pad token batches to a few lengths (``--dynamic-shape``), and log the lengths once."""
+        """Pad token batches to a small number of lengths (``--dynamic-shape``), and log them once."""
         first = dataset[0] if len(dataset) else None
         if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
             return collate
@@ -229,7 +230,7 @@ class RapidformerEngine:
         if not self._told_lengths:
             self._told_lengths = True
             state.get_logger().info(
-                "dynamic shape: batches are padded to one of these lengths (in tokens): %s", lengths
+                "dynamic shape: each batch is padded to one of these lengths (in tokens): %s", lengths
             )
         tokenizer = getattr(collate, "tokenizer", None)
         return bucketed(
@@ -252,19 +253,19 @@ class RapidformerEngine:
 
 
 def made() -> int:
-    """Return the number of engines created in this run."""
+    """Return the number of engines that have been created in this run."""
     run = state.run()
     return 0 if run is None else len(run.engines)
 
 
 def used() -> int:
-    """Return the number of engines in use, which have data, a model, or a template that trains."""
+    """Return the number of engines that have been given data, a model, or a template that trains."""
     run = state.run()
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
 def join(args: Namespace) -> None:
-    """Create the process group and start the watchdog; a single process requires no address.
+    """Create the process group and start the watchdog; a single process does not require an address.
 
     Raises:
         UsageError: other processes are missing, torchrun restarted the run with a stale store, the limit of
@@ -290,9 +291,9 @@ def join(args: Namespace) -> None:
             dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(
-            f"rank {args.rank} cannot connect to the others: {str(error).partition(chr(10))[0]}",
-            f"all {args.world_size} ranks to connect to each other",
-            "See the other ranks' messages for the cause.",
+            f"rank {args.rank} cannot connect to the other ranks: {str(error).partition(chr(10))[0]}. All "
+            f"{args.world_size} ranks must connect to each other. See the messages of the other ranks for "
+            "the cause."
         ) from error
     watchdog.begin()
     save_folder.require_shared(args.save, per_machine=args.save_per_machine)
@@ -307,7 +308,7 @@ def leave() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, and the host and device generators, identically on all ranks."""
+    """Seed Python, numpy, and the generators of the host and the device, identically on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device = devices.current()

@@ -1,6 +1,6 @@
-"""Names that scripts from 2022 import from datasets or transformers, which have since removed them.
+"""Names that scripts from 2022 import, and that datasets or transformers have since removed.
 
-They are added only if a script uses them and the installed version lacks them.
+A name is added only if a script uses it and the installed version lacks it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or not all(0 <= beta < 1 for beta in betas):
             raise UsageError(
-                f"AdamW with lr {lr}, betas {betas}, eps {eps}",
-                "lr, eps >= 0; betas in [0, 1)",
-                "Correct the values.",
+                f"AdamW requires lr >= 0, eps >= 0 and betas in [0, 1), but got lr={lr}, betas={betas}, "
+                f"eps={eps}. Correct the values."
             )
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**values, "correct_bias": correct_bias})

@@ -1,4 +1,4 @@
-"""Gather the tensors of all ranks to compute metrics."""
+"""Gather the tensors of all ranks in order to compute metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_npu.finetune.data.labels import IGNORED
 def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension.
 
-    All ranks must call this. The tensors may have different lengths. In the other dimensions, shorter tensors
-    are padded: integers with ``IGNORED``, floating-point values with 0. A scalar gives one value per rank,
-    [world_size].
+    All ranks must call this function. The tensors may have different lengths. In the other dimensions,
+    shorter tensors are padded: integers with ``IGNORED``, floating-point values with 0. Scalars are returned
+    as one value per rank, [world_size].
 
     Args:
-        tensor: this rank's tensor; dtype and number of dimensions must be the same on all ranks.
+        tensor: this rank's tensor; its dtype and number of dimensions must be the same on all ranks.
         world_size: number of ranks.
 
     Raises:
@@ -25,9 +25,8 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(
-            f"gather was called with a {type(tensor).__name__}",
-            "a tensor",
-            "Convert the value with torch.tensor(...).",
+            f"gather requires a tensor, but got {type(tensor).__name__}. Convert the value with "
+            "torch.tensor(...)."
         )
     tensor = tensor.detach()
     if tensor.dim() == 0:

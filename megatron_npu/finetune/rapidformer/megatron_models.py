@@ -48,7 +48,7 @@ _SCRIPTS = "megatron_npu.finetune.rapidformer.megatron_scripts"
 
 
 def is_megatron(module: nn.Module) -> bool:
-    """Return True if a model is from megatron-core."""
+    """Return True if a model is a megatron-core model."""
     core = sys.modules.get("megatron.core.transformer.module")
     return core is not None and isinstance(module, core.MegatronModule)
 
@@ -68,10 +68,11 @@ def _names_megatron(template: PreTrainer) -> bool:
 def session(template: PreTrainer) -> Iterator[None]:
     """Create megatron-core's process groups inside the block if a megatron-core model may be used.
 
-    That is the case if the flags select model parallelism, or the template's file names such a model.
+    A megatron-core model may be used if the flags select model parallelism or the template's file names such
+    a model.
 
     Raises:
-        UsageError: no usable megatron-core is installed, or the flags are inconsistent.
+        UsageError: no supported megatron-core is installed, or the flags are inconsistent.
     """
     args = template.engine.args
     if not layout.is_cut(args) and not _names_megatron(template):
@@ -81,7 +82,8 @@ def session(template: PreTrainer) -> Iterator[None]:
     if missing:
         flag = f"--{missing[0].replace('_', '-')}"
         raise UsageError(
-            f"a Megatron model is trained without {flag}", "flags with the sizes of the model", f"Add {flag}."
+            f"{flag} is required to train a Megatron model, because the flags define the sizes of the "
+            f"model. Add {flag}."
         )
     run = state.current()
     asked = driver_flags(args)
@@ -124,22 +126,21 @@ def train(
         template: the template, whose ``run_forward_step`` computes the loss.
         datasets: the template's data.
         module: this rank's pipeline stage of the template's megatron-core model.
-        optimizer, scheduler: must be None, because megatron-core's are created from the flags.
+        optimizer, scheduler: must be None, because megatron-core creates both from the flags.
 
     Raises:
         UsageError: the model is invalid, its configuration contradicts the flags, or it has an optimizer.
     """
     if not is_megatron(module):
         raise UsageError(
-            f"a {type(module).__name__} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            "a model of megatron-core, which supports model parallelism",
-            "Return such a model (for example megatron_gpt()), or remove the flags.",
+            f"{type(module).__name__} does not support --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size; only megatron-core models support model parallelism. Return "
+            "such a model (for example megatron_gpt()), or remove the flags."
         )
     if optimizer is not None or scheduler is not None:
         raise UsageError(
-            "a custom optimizer or scheduler was returned for a Megatron model",
-            "model, None, None: megatron-core creates its own from the flags",
-            "Return None for both.",
+            "a custom optimizer or scheduler cannot be used with a Megatron model, because megatron-core "
+            "creates its own from the flags. Return model, None, None."
         )
     args, config = flags(), module.config
     _complete(args, config)
@@ -170,10 +171,8 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
         own, asked = getattr(config, name), getattr(ours, name)
         if own != asked:
             raise UsageError(
-                f"the model's configuration has {name} {own}, but the flags have --{name.replace('_', '-')} "
-                f"{asked}",
-                "the same value in both",
-                "Build the model with megatron_config(), or change the flag.",
+                f"{name} is {own} in the model's configuration, but --{name.replace('_', '-')} is {asked}; "
+                "the two must be equal. Build the model with megatron_config(), or change the flag."
             )
     for name in _OF_FLAGS:
         setattr(config, name, getattr(ours, name))
@@ -253,7 +252,7 @@ class _Stage:
 
 
 def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-    """Return a micro-batch's output and the function that computes its loss, as megatron-core expects."""
+    """Return a micro-batch's output and the function that computes its loss, as megatron-core requires."""
     last = gpt.at_ends()[1]
     counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
     batches = batches if counts is None else counts
@@ -263,16 +262,16 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
         return end.output, None
     if not last:
         raise UsageError(
-            f"{type(template).__name__}.run_forward_step did not call model(...) on a pipeline stage",
-            "a call of the model, whose output the next stage needs",
-            "Call the model, or pass --pipeline-model-parallel-size 1.",
+            f"{type(template).__name__}.run_forward_step did not call model(...) on a pipeline stage, but "
+            "the next stage requires the model's output. Call the model, or pass "
+            "--pipeline-model-parallel-size 1."
         )
     loss = providers.loss(template, returned, training=torch.is_grad_enabled())
     return loss, _mean_of_ranks if counts is None else counts.weighed
 
 
 class _Counts:
-    """Iterates over batches, and counts the labels that the loss is averaged over.
+    """Iterator over batches that counts the labels over which the loss is averaged.
 
     Args:
         template: the template, whose ``label_counts`` returns the number of labels in a batch.
@@ -290,9 +289,8 @@ class _Counts:
         labels = self._template.label_counts(batch)
         if isinstance(labels, tuple):
             raise UsageError(
-                f"{type(self._template).__name__}.label_counts returned {len(labels)} numbers",
-                "one number, because Megatron's models have one loss",
-                "Return one number.",
+                f"{type(self._template).__name__}.label_counts must return one number, because Megatron "
+                f"models have a single loss, but it returned {len(labels)}."
             )
         self._labels += labels
         return batch
@@ -322,9 +320,8 @@ def flags() -> Flags:
     run = state.run()
     if run is None or run.driver is None:
         raise UsageError(
-            "a Megatron model was created outside a template's train(), or without its flags",
-            "a model created in the model_optimizer_lr_scheduler_provider of a PreTrainer, with "
-            "--num-layers and the other size flags",
-            "Create the model in that method, and import its class at the top of the script.",
+            "a Megatron model was created outside a template's train(), or without the flags that define "
+            "its sizes. Create the model in the model_optimizer_lr_scheduler_provider of a PreTrainer, pass "
+            "--num-layers and the other size flags, and import the model's class at the top of the script."
         )
     return run.driver

@@ -1,4 +1,4 @@
-"""Functions that scripts for Megatron models import: the flags' model, the tokenizer and the masks."""
+"""Functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def megatron_config() -> TransformerConfig:
-    """Return megatron-core's configuration from the flags, for a custom model.
+    """Return the megatron-core configuration that the flags define, for a custom model.
 
     Raises:
-        UsageError: it is called outside ``train()`` of a template whose flags give megatron-core's sizes.
+        UsageError: the function is called outside ``train()`` of a template whose flags specify the sizes for
+            megatron-core.
     """
     return gpt.transformer_config(megatron_models.flags())
 
@@ -57,7 +58,7 @@ def get_ltor_masks_and_position_ids(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the attention mask, loss mask and positions for a left-to-right batch.
 
-    The name and arguments are those of Megatron-LM.
+    The name and arguments match those in Megatron-LM.
 
     Args:
         data: tokens, [b, s].
@@ -67,8 +68,8 @@ def get_ltor_masks_and_position_ids(
         eod_mask_loss: whether to exclude end-of-document tokens from the loss.
 
     Returns:
-        The mask, [b, 1, s, s] bool, True for hidden keys (None for a plain causal mask, which attention
-        applies itself); the loss mask, [b, s] fp32; the positions, [b, s] int64.
+        The mask, [b, 1, s, s] bool, where True marks keys that are masked out (None for a plain causal mask,
+        which attention applies itself); the loss mask, [b, s] fp32; the positions, [b, s] int64.
     """
     from megatron.core.datasets import gpt_dataset
 

@@ -1,4 +1,4 @@
-"""Supply names that the document's scripts use without importing them."""
+"""Supply the names that the document's scripts use without importing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRANSFORMERS = ("AutoTokenizer", "AutoModelForPreTraining", "AutoModelForSequen
 
 
 def unbound(text: str, name: str) -> set[str]:
-    """Return the names that a script reads but does not define; empty if the script has ``import *``.
+    """Return the names that a script reads but does not define, or no names if it has ``import *``.
 
     Args:
         text: source of the script; it must compile.
@@ -45,7 +45,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return definitions of the names that a script lacks, if the document's scripts use these names."""
+    """Return definitions of those names that a script lacks and that the document's scripts use."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

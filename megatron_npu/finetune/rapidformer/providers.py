@@ -1,6 +1,6 @@
 """Check the return values of a template's methods.
 
-Users write these methods, so errors name the class, the method and the expected value.
+These methods are written by users, so errors name the class, the method and the expected value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_npu.finetune.data.loading import Collate, require_length
 
 
 class Datasets(NamedTuple):
-    """The result of ``train_valid_test_datasets_provider``; all splits except the first may be None."""
+    """The result of ``train_valid_test_datasets_provider``; every split except the first may be None."""
 
     train: Any
     valid: Any
@@ -35,7 +35,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
         collates: whether a fourth value is required; otherwise it is optional.
 
     Raises:
-        UsageError: the method returns something else, or a method has another signature.
+        UsageError: the method returns other values, or a method has a different signature.
     """
     _require_signatures(template, given)
     method = template.train_valid_test_datasets_provider
@@ -53,7 +53,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
     for name in ("train", "valid", "test"):
         dataset = getattr(found, name)
         if name == "train" or dataset is not None:
-            require_length(dataset, f"{_name(method)} returned as {name}_dataset")
+            require_length(dataset, f"{name}_dataset, which {_name(method)} returns,")
     return found
 
 
@@ -61,15 +61,15 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
     """Call ``model_optimizer_lr_scheduler_provider``, which may return None as its last two values.
 
     Raises:
-        UsageError: the method returns something else.
+        UsageError: the method returns other values.
     """
     method = template.model_optimizer_lr_scheduler_provider
     returned = method()
     if not isinstance(returned, tuple | list) or len(returned) != 3:
-        raise _wrong(method, returned, "model, optimizer, lr_scheduler (None, None for the last two)")
+        raise _wrong(method, returned, "model, optimizer, lr_scheduler (the last two may be None)")
     found, optimizer, scheduler = returned
     if not isinstance(found, nn.Module):
-        raise _wrong(method, found, "a torch.nn.Module as the first value", "first value")
+        raise _wrong(method, found, "a torch.nn.Module", "first value")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
         raise _wrong(method, optimizer, "an optimizer, a function that creates one, or None", "second value")
     if scheduler is not None and not is_scheduler(scheduler) and not callable(scheduler):
@@ -87,12 +87,14 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
     if not isinstance(returned, torch.Tensor):
         raise _wrong(method, returned, "the loss as a tensor with one element, such as output.loss")
     if returned.numel() != 1:
-        raise _wrong(method, returned, "the loss as a single value, such as the mean of these")
+        raise _wrong(method, returned, "the loss as a single value, such as the mean of these values")
     if not returned.is_floating_point():
         raise _wrong(method, returned.dtype, "the loss as a floating-point tensor")
     if training and not returned.requires_grad:
         raise _wrong(
-            method, returned, "a loss that depends on the model's weights (without .item() or .detach())"
+            method,
+            returned,
+            "a loss that depends on the model's weights (computed without .item() or .detach())",
         )
     return returned.reshape(())
 
@@ -100,13 +102,13 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
 def losses(
     template: Any, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses that ``run_forward_step`` returned, after checking them.
+    """Check and return the losses that ``run_forward_step`` returned.
 
     Args:
         template: the template.
         returned: the result of the method.
-        number: expected number of losses, from ``label_counts``. If None, a single loss is expected that is
-            not in a tuple.
+        number: the expected number of losses, from ``label_counts``. If None, a single loss that is not in a
+            tuple is expected.
         training: whether the losses must depend on the model's weights.
 
     Raises:
@@ -140,23 +142,21 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
 
 
 def as_module(given: Any) -> nn.Module:
-    """Return the model passed to ``compose`` after checking it.
+    """Check and return the model passed to ``compose``.
 
     Raises:
         UsageError: the model is not a module.
     """
     if not isinstance(given, nn.Module):
         raise UsageError(
-            f"engine.compose(model_obj=...) was given a {type(given).__name__}",
-            "a torch.nn.Module",
-            "Pass the model.",
+            f"engine.compose requires model_obj to be a torch.nn.Module, but got {type(given).__name__}. "
+            "Pass the model."
         )
     empty = next((name for name, weight in given.named_parameters() if weight.is_meta), None)
     if empty is not None:
         raise UsageError(
-            f"the weight {empty!r} of the {type(given).__name__} is on the meta device and has no values",
-            "a model with initialized weights",
-            "Build the model outside torch.device('meta').",
+            f"the weight {empty!r} of the {type(given).__name__} is on the meta device and has no values; "
+            "the model's weights must be initialized. Build the model outside torch.device('meta')."
         )
     return given
 
@@ -171,9 +171,9 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
         return given
     if getattr(given, "optimizer", None) is not optimizer:
         raise UsageError(
-            f"the returned scheduler ({type(given).__name__}) was created for another optimizer",
-            "a scheduler for the returned optimizer, or a function that creates one from an optimizer",
-            "Return, for example, functools.partial(get_linear_schedule_with_warmup, ...).",
+            f"the returned scheduler ({type(given).__name__}) was created for another optimizer. Return a "
+            "scheduler for the returned optimizer, or a function that creates one from an optimizer, such "
+            "as functools.partial(get_linear_schedule_with_warmup, ...)."
         )
     return lambda made: given
 
@@ -186,7 +186,8 @@ def is_scheduler(value: Any) -> bool:
 def missing(template: Any, name: str, returns: str) -> UsageError:
     """Return the error for a method that a template lacks."""
     return UsageError(
-        f"{type(template).__name__} has no {name}", f"a method that returns {returns}", "Define this method."
+        f"{type(template).__name__} must define the method {name}, which returns {returns}. Define this "
+        "method."
     )
 
 
@@ -206,9 +207,9 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
             inspect.signature(method).bind(*arguments)
         except TypeError as error:
             raise UsageError(
-                f"{_name(method)}{inspect.signature(method)}: {error}",
-                f"{len(arguments)} argument{'s' * (len(arguments) != 1)} besides self",
-                "Use the signature of the template.",
+                f"{_name(method)}{inspect.signature(method)} must accept {len(arguments)} "
+                f"argument{'s' * (len(arguments) != 1)} besides self, but calling it fails: {error}. Use "
+                "the signature of the template."
             ) from None
 
 
@@ -218,9 +219,9 @@ def _require_one_argument(method: Any, collate: Any) -> None:
         inspect.signature(collate).bind([])
     except TypeError as error:
         raise UsageError(
-            f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}",
-            "a function of one argument, the list of samples",
-            "Bind the other arguments with functools.partial.",
+            f"{_name(method)} returned a collate_fn that cannot be called with a list of samples: {error}. "
+            "It must accept the list of samples as its only argument. Bind the other arguments with "
+            "functools.partial."
         ) from None
     except ValueError:  # of C, whose signature nobody can say
         return
@@ -229,7 +230,9 @@ def _require_one_argument(method: Any, collate: Any) -> None:
 def _wrong(method: Any, returned: Any, expected: str, which: str = "") -> UsageError:
     kind = _kind(returned)
     where = f" as its {which}" if which else ""
-    return UsageError(f"{_name(method)} returned {kind}{where}", expected, "Correct what it returns.")
+    return UsageError(
+        f"{_name(method)} must return {expected}{where}, but it returned {kind}. Correct what it returns."
+    )
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Support for ``load_metric``, which ``datasets`` removed in version 3, in scripts that still use it."""
+"""Support for scripts that still use ``load_metric``, which ``datasets`` removed in version 3."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ class Metric:
         self._references.append(_array(references))
 
     def compute(self) -> dict[str, float]:
-        """Return by name the metrics of all batches that were added since the last call.
+        """Return a mapping from names to metrics, computed over all batches added since the last call.
 
         Raises:
-            UsageError: there were no batches.
+            UsageError: no batches were added.
         """
         if not self._predictions:
             raise UsageError(
-                "compute() was called on a metric without batches",
-                "add_batch before compute",
-                "Call add_batch with predictions and references first.",
+                "compute() was called on a metric that has no batches. Call add_batch with predictions and "
+                "references before compute()."
             )
         predictions, references = np.concatenate(self._predictions), np.concatenate(self._references)
         self._predictions, self._references = [], []
@@ -54,7 +53,7 @@ def load_metric(path: str | None = None, name: str | None = None) -> Metric:
 
     Args:
         path: path of the dataset; accepted for compatibility.
-        name: its configuration; a GLUE task selects its metrics.
+        name: the configuration of the dataset; the name of a GLUE task selects the metrics of that task.
     """
     return Metric(name if name in metrics.GLUE else None)
 

@@ -1,4 +1,4 @@
-"""Flags, logger and timers that a user's script can access."""
+"""The flags, logger and timers that a user's script can access."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as seen by PAI-Rapidformer's scripts; values that a script sets also apply to the run.
+    """The flags as scripts for PAI-Rapidformer see them; values that a script sets also apply to the run.
 
-    ``load`` is the value that scripts pass to ``from_pretrained``: the model's name if given, otherwise the
-    folder of ``--load``. ``load_from`` is always that folder.
+    ``load`` is the value that scripts pass to ``from_pretrained``: the model's name if one is given, and
+    otherwise the folder of ``--load``. ``load_from`` is always that folder.
 
     Args:
         flags: the run's flags (``arguments.parse``).
@@ -64,7 +64,7 @@ class Run:
 
 
 class _Process:
-    """State of this process: the current run, which all threads share, and the timers."""
+    """The state of this process: the current run, which all threads share, and the timers."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -75,7 +75,7 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Start a run with these flags if there is none; if the flags are None, end the run."""
+    """Start a run with these flags unless there is one already; if the flags are None, end the run."""
     run = _process.run
     if args is None:
         _process.run = None
@@ -96,9 +96,8 @@ def current() -> Run:
     """
     if _process.run is None:
         raise UsageError(
-            "get_args() was called outside a run",
-            "a process that `megatron-npu train` started",
-            "Start the script with `megatron-npu train --user-script FILE ...`.",
+            "get_args() can only be called in a process that `megatron-npu train` started. Start the script "
+            "with `megatron-npu train --user-script FILE ...`."
         )
     return _process.run
 

@@ -1,4 +1,4 @@
-"""Base classes ``Finetuner`` and ``PreTrainer`` for users' templates and for every task of this project."""
+"""Base classes ``Finetuner`` and ``PreTrainer``, for users' templates and for the tasks of this project."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Template:
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
         """Return the model, the optimizer and the scheduler.
 
-        Optimizer and scheduler are objects, functions that create them (from parameters, from an optimizer),
-        or None: fused AdamW and the schedule from the flags.
+        The optimizer and the scheduler may each be an object, a function that creates it (from the parameters
+        or from an optimizer, respectively), or None, which selects fused AdamW or the schedule from the
+        flags.
         """
         raise providers.missing(
             self, "model_optimizer_lr_scheduler_provider", "model, optimizer, lr_scheduler"
@@ -59,11 +60,11 @@ class Template:
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
         """Return the number of labels that a batch's loss is averaged over, which is the weight of the loss.
 
-        By default this counts the integer ``labels`` other than -100 (for causal Transformers models without
-        the first label of each text), or one per sample if there are no labels. For a model with a
-        next-sentence head, whose loss is the sum of two means, it is a tuple: this count, and the number of
-        pairs. If ``run_forward_step`` returns a tuple of losses, whose sum is trained on, return one number
-        per loss.
+        By default, this is the number of integer ``labels`` other than -100 (for causal Transformers models,
+        without the first label of each text), or the number of samples if there are no labels. For a model
+        with a next-sentence head, whose loss is the sum of two means, the result is a tuple of this number
+        and the number of pairs. If ``run_forward_step`` returns a tuple of losses, whose sum is minimized,
+        this method must return one number per loss.
 
         Args:
             batch: the result of the collate function, in host memory.
@@ -74,14 +75,14 @@ class Template:
         return words, len(batch[pair_losses.LABEL])
 
     def _require_engine(self) -> None:
-        """Check that the template has an engine, which a subclass's ``__init__`` may not have passed on."""
+        """Check that the template has an engine, which an overridden ``__init__`` may not have passed on."""
         engine = getattr(self, "engine", None)
         if not hasattr(engine, "args"):
             raise UsageError(
-                f"{type(self).__name__} was created with "
-                f"{'no' if engine is None else type(engine).__name__} engine",
-                "a RapidformerEngine, which its __init__ passes on with super().__init__(engine=engine)",
-                "Create it as in MyTrainer(engine=RapidformerEngine()).",
+                f"{type(self).__name__} must be created with a RapidformerEngine, which its __init__ passes "
+                "on with super().__init__(engine=engine), but got "
+                f"{'no engine' if engine is None else type(engine).__name__}. Create it as in "
+                "MyTrainer(engine=RapidformerEngine())."
             )
         self.engine.used = True
 
@@ -102,9 +103,9 @@ class Template:
         loader = self.engine.loader(data.train, data.collate_fn, shuffle=shuffle, whole=steps)
         if not len(loader):
             raise UsageError(
-                f"{len(data.train)} training samples with --global-batch-size {args.global_batch_size}",
-                "at least one global batch",
-                "Lower --global-batch-size, or provide more data.",
+                f"there are only {len(data.train)} training samples, but --global-batch-size "
+                f"{args.global_batch_size} requires at least one global batch. Lower --global-batch-size, "
+                "or provide more data."
             )
         return loader
 
@@ -117,16 +118,16 @@ class Template:
 class Finetuner(Template):
     """Fine-tunes a model for a number of epochs, and computes metrics after each epoch.
 
-    A subclass has four methods: ``train_valid_test_datasets_provider`` without arguments, which returns
-    ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; a test set with
-    labels is evaluated once, at the end); ``model_optimizer_lr_scheduler_provider``;
+    A subclass implements four methods: ``train_valid_test_datasets_provider`` without arguments, which
+    returns ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; a test set
+    with labels is evaluated once, at the end of the run); ``model_optimizer_lr_scheduler_provider``;
     ``run_forward_step(batch, model)``; and ``run_compute_metrics(model, eval_dataloader)``.
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return the metrics for the validation or test data by name, or None.
+        """Return the metrics for the validation or test data as a mapping from names to values, or None.
 
-        All ranks call this, and ``self.gather`` concatenates their results.
+        All ranks call this method, and ``self.gather`` concatenates their results.
 
         Args:
             model: a list that contains the model in evaluation mode (a list, because Megatron's interleaved
@@ -181,9 +182,10 @@ class Finetuner(Template):
 class PreTrainer(Template):
     """Pre-trains a model for a number of iterations, and computes a validation loss at intervals.
 
-    A subclass has three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``, which
-    returns three datasets, or four values with a ``collate_fn``; ``model_optimizer_lr_scheduler_provider``;
-    and ``run_forward_step(data_iterator, model)``, which gets a batch with ``next(data_iterator)``.
+    A subclass implements three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``,
+    which returns three datasets, or four values with a ``collate_fn``;
+    ``model_optimizer_lr_scheduler_provider``; and ``run_forward_step(data_iterator, model)``, which gets a
+    batch with ``next(data_iterator)``.
     """
 
     def train(self) -> Outcome:
@@ -258,12 +260,11 @@ class PreTrainer(Template):
         args = self.engine.args
         if args.epochs is not None and layout.is_cut(args):
             raise UsageError(
-                f"--epochs {args.epochs} with a model-parallel model",
-                "--train-iters N instead",
-                "Remove --epochs.",
+                f"--epochs {args.epochs} cannot be used with a model-parallel model. Remove --epochs, and "
+                "pass --train-iters N instead."
             )
         if args.train_iters is None:
-            raise UsageError("pre-training without --train-iters", "--train-iters N", "Add --train-iters N.")
+            raise UsageError("--train-iters is required for pre-training. Add --train-iters N.")
         evaluations = 1 + (args.train_iters // args.eval_interval if args.eval_interval else 0)
         iterations = (args.train_iters, evaluations * args.eval_iters, args.eval_iters)
         return [count * args.global_batch_size for count in iterations]

@@ -9,10 +9,10 @@ from megatron_npu import devices
 
 
 class Timer:
-    """Accumulates the time between ``start`` and ``stop``, including work on the device.
+    """A timer that accumulates the time between ``start`` and ``stop``, including work on the device.
 
     Args:
-        name: name in the log.
+        name: the name of the timer in the log.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class Timer:
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the accumulated seconds; a running timer continues to run.
+        """Return the accumulated time in seconds; a running timer continues to run.
 
         Args:
             reset: whether to reset the time.

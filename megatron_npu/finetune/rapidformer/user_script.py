@@ -26,7 +26,7 @@ _PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
 def run(script: str) -> None:
-    """Run the file until it ends.
+    """Run the file to its end.
 
     Raises:
         UsageError: the script raised an exception, or trained nothing.
@@ -53,11 +53,10 @@ def run(script: str) -> None:
     finally:
         sys.argv, sys.path[:] = arguments, places
     if engine.used() == used:
-        none = "does not create a RapidformerEngine" if engine.made() == made else "trains nothing"
+        none = "did not create a RapidformerEngine" if engine.made() == made else "did not train anything"
         raise UsageError(
-            f"--user-script {script} {none}",
-            "a call of a template's train(), or of engine.compose",
-            "End the script with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()",
+            f"--user-script {script} {none}; it must call a template's train() or engine.compose. End the "
+            "script with: engine = RapidformerEngine(); MyTrainer(engine=engine).train()"
         )
 
 
@@ -68,12 +67,12 @@ def _require_python(path: Path) -> None:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise UsageError(
-            f"--user-script {path.name}: {reason}{line}", "a valid Python file", "Correct the script."
+            f"--user-script {path.name} is not a valid Python file: {reason}{line}. Correct the script."
         ) from None
 
 
 def stand_in() -> None:
-    """Let ``from megatron import mpu`` import a stub if Megatron no longer has the module."""
+    """Make ``from megatron import mpu`` import a stub if Megatron no longer has this module."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 
@@ -88,11 +87,13 @@ def _supplied(path: Path) -> dict[str, Any]:
     log = state.get_logger()
     if former:
         log.info(
-            "--user-script %s: providing names that newer versions lack: %s", path.name, ", ".join(former)
+            "--user-script %s: providing these names, which newer versions lack: %s",
+            path.name,
+            ", ".join(former),
         )
     if names:
         log.info(
-            "--user-script %s: providing names that the script does not import: %s",
+            "--user-script %s: providing these names, which the script does not import: %s",
             path.name,
             ", ".join(names),
         )
@@ -100,23 +101,22 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if the user's own code raised the error; otherwise return the error itself."""
+    """Return a one-line error if the user's own code raised the error, or the error itself otherwise."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
     reason = _beyond_an_embedding(error) or (str(error).strip() or "no message").splitlines()[0]
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return UsageError(
-        f"--user-script {path.name} ended with {type(error).__name__}: {reason} ({where})",
-        "a script that runs without an exception",
-        "Correct the script there; --log-level debug prints the whole traceback.",
+        f"--user-script {path.name} failed with {type(error).__name__}: {reason} ({where}). Correct the "
+        "script there; --log-level debug prints the whole traceback."
     )
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
     """Return a description of an embedding lookup that is out of range, or None for other errors.
 
-    torch reports only that an index is out of range, for a token as well as for a position past the maximum.
+    torch reports only that an index is out of range, both for a token and for a position beyond the maximum.
     """
     if not isinstance(error, IndexError):
         return None

@@ -1,1 +1,1 @@
-"""Parts of a ``megatron-npu train`` run: command, ranks, loop, checkpoints and export."""
+"""The parts of a ``megatron-npu train`` run: command, ranks, loop, checkpoints and export."""

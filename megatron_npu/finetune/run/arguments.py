@@ -1,7 +1,7 @@
-"""Flags of ``megatron-npu train``, which are those of the PAI-Rapidformer document with Megatron's names.
+"""Flags of ``megatron-npu train``: those of the PAI-Rapidformer document, under Megatron's names.
 
-``parse`` parses and checks them; checks that need the data or the model come later. A user's script gets the
-result with ``get_args()``.
+``parse`` parses and checks the flags, except for checks that require the data or the model. A user's script
+gets the result from ``get_args()``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _above_0 = Number("a positive number", float, math.nextafter(0.0, 1.0), metavar=
 _USAGE = """%(prog)s --task TASK --pretrained-model-name-or-path NAME_OR_DIR --data-path PATH [FLAG...]
        %(prog)s --user-script FILE [FLAG...]"""
 _DESCRIPTION = (
-    "Train a Transformers model, or your own model, with accelerations that are enabled by one "
-    "flag each. The command starts one process per device of this machine."
+    "Train a Transformers model, or your own model, with accelerations that are each enabled by "
+    "one flag. The command starts one process per device of this machine."
 )
 
 
@@ -85,11 +85,10 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if place.world_size % model_parallel:
         raise UsageError(
-            f"{place.world_size} processes with --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size}",
-            f"a number of processes that is a multiple of {model_parallel}",
-            "Start such a number with --nproc-per-node.",
+            f"the number of processes must be a multiple of {model_parallel} with "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and "
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}, but it is "
+            f"{place.world_size}. Change it with --nproc-per-node."
         )
     args.data_parallel_size = place.world_size // model_parallel
     together = args.micro_batch_size * args.data_parallel_size
@@ -97,10 +96,9 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
         args.global_batch_size = together
     if args.global_batch_size % together:
         raise UsageError(
-            f"--global-batch-size {args.global_batch_size} with --micro-batch-size {args.micro_batch_size} "
-            f"on {args.data_parallel_size} data-parallel ranks",
-            f"a multiple of {args.micro_batch_size} x {args.data_parallel_size} = {together}",
-            "Change one of the two, or the number of processes (--nproc-per-node).",
+            f"--global-batch-size must be a multiple of --micro-batch-size {args.micro_batch_size} x "
+            f"{args.data_parallel_size} data-parallel ranks = {together}, but got {args.global_batch_size}. "
+            "Change one of the two flags, or the number of processes (--nproc-per-node)."
         )
     args.num_microbatches = args.global_batch_size // together
 
@@ -115,35 +113,33 @@ def _derive(args: argparse.Namespace) -> None:
 
 
 def _require_folders(args: argparse.Namespace) -> None:
-    """Check that checkpoint flags are given together with the folder that they need."""
+    """Check that flags for checkpoints are given together with the folder that they require."""
     if args.load_last_good and not args.load:
-        raise UsageError("--load-last-good without --load", "both flags", "Add --load DIR.")
+        raise UsageError("--load-last-good requires --load. Add --load DIR.")
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval without --save", "both flags", "Add --save DIR.")
+        raise UsageError("--save-interval requires --save. Add --save DIR.")
     if args.save_per_machine and not args.save:
-        raise UsageError("--save-per-machine without --save", "both flags", "Add --save DIR.")
+        raise UsageError("--save-per-machine requires --save. Add --save DIR.")
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.task is None and args.user_script is None:
         raise UsageError(
-            "neither --task nor --user-script",
-            f"a task ({', '.join(tasks.every())}), or a script with a template",
-            "See `megatron-npu train --help`.",
+            f"neither --task nor --user-script was given. Pass a task ({', '.join(tasks.every())}), or a "
+            "script with a template. See `megatron-npu train --help`."
         )
     if args.user_script is None:
         _check_task(args)
     elif not Path(args.user_script).is_file():
         raise UsageError(
-            f"--user-script {args.user_script}: no such file", "a Python file", "Correct the path."
+            f"--user-script must be a Python file, but {args.user_script} does not exist. Correct the path."
         )
     _check_schedule(args)
     data_flags.refuse_repeated_columns(args.columns)
     if args.min_lr > args.lr:
         raise UsageError(
-            f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}",
-            "a value of at most --lr",
-            "Correct one of the two.",
+            f"--min-lr must be at most --lr, but --min-lr {args.min_lr:g} is above --lr {args.lr:g}. "
+            "Correct one of the two."
         )
 
 
@@ -151,7 +147,7 @@ def _check_task(args: argparse.Namespace) -> None:
     for name in ("pretrained_model_name_or_path", "data_path"):
         if getattr(args, name) is None:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--task {args.task} without {flag}", "both flags", f"Add {flag}.")
+            raise UsageError(f"--task {args.task} requires {flag}. Add {flag}.")
     if layout.is_cut(args):
         raise layout.cannot_be_cut(args, f"--task {args.task}")
 
@@ -159,17 +155,16 @@ def _check_task(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.epochs is None and args.train_iters is None and args.user_script is None:
         raise UsageError(
-            "neither --epochs nor --train-iters", "--epochs N or --train-iters N", "Pass one of them."
+            "neither --epochs nor --train-iters was given. Pass one of them: --epochs N or --train-iters N."
         )
     if args.lr_warmup_iters and args.lr_warmup_fraction is not None:
         raise UsageError(
-            "--lr-warmup-iters and --lr-warmup-fraction", "only one of them", "Remove one of the two."
+            "--lr-warmup-iters and --lr-warmup-fraction are mutually exclusive. Remove one of the two."
         )
     if args.lr_decay_iters and args.lr_warmup_iters >= args.lr_decay_iters:
         raise UsageError(
-            f"--lr-warmup-iters {args.lr_warmup_iters} with --lr-decay-iters {args.lr_decay_iters}",
-            "a warm-up that is shorter than the decay",
-            "Correct one of the two.",
+            f"the warm-up must be shorter than the decay, but --lr-warmup-iters is {args.lr_warmup_iters} "
+            f"and --lr-decay-iters is {args.lr_decay_iters}. Correct one of the two."
         )
 
 
@@ -177,20 +172,18 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
     """Reject a blank argument, which a shell passes if a backslash is not the last character of its line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
-            "a backslash is followed by a space or a comment",
-            "a backslash as the last character of a line that continues",
-            "Remove what follows the backslash, because the shell ends the command there.",
+            "a backslash is followed by a space or a comment; it must be the last character of a line that "
+            "continues. Remove what follows the backslash, because the shell ends the command there."
         )
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """Reject empty values, as from an unset variable: with ``--save "$RUNS"``, nothing would be saved."""
+    """Reject empty values, for example from an unset variable: ``--save "$RUNS"`` would save nothing."""
     for name, value in vars(args).items():
         if name != "source_prefix" and value in ("", [""]):
             raise UsageError(
-                f"--{name.replace('_', '-')} with an empty value",
-                "a value",
-                "Add a value or remove the flag; a shell variable in the command may be unset.",
+                f"--{name.replace('_', '-')} must not be empty. Add a value or remove the flag; a shell "
+                "variable in the command may be unset."
             )
 
 
@@ -205,21 +198,26 @@ def _task(add: Add) -> None:
     add(
         "--pretrained-model-name-or-path",
         metavar="NAME_OR_DIR",
-        help="model to start from: a name on the Hugging Face hub or a folder written by save_pretrained",
+        help=(
+            "model to start from: the name of a model on the Hugging Face hub, or a folder written by "
+            "save_pretrained"
+        ),
     )
     add(
         "--data-path",
         "--dataset-path",
         nargs="+",
         metavar="NAME_OR_FILE",
-        help="training data: a dataset on the hub, a csv, json, jsonl, parquet or txt file or a folder "
-        "of them; with --task pretraining the prefix of .bin and .idx files",
+        help=(
+            "training data: the name of a dataset on the hub, or a csv, json, jsonl, parquet or txt file "
+            "or a folder of such files; with --task pretraining, the prefix of .bin and .idx files"
+        ),
     )
     add(
         "--data-name",
         "--dataset-name",
         metavar="NAME",
-        help="configuration of the dataset, such as mrpc of the dataset glue",
+        help="configuration of the dataset, such as mrpc for the dataset glue",
     )
 
 
@@ -310,13 +308,15 @@ def _data(add: Add) -> None:
         "--data-impl",
         choices=["mmap", "lazy", "cached", "infer"],
         default="mmap",
-        help="no effect, because the format of the .bin and .idx files is detected; accepted for "
-        "compatibility",
+        help=(
+            "has no effect, because the format of the .bin and .idx files is detected; accepted for "
+            "compatibility"
+        ),
     )
     add(
         "--mmap-warmup",
         action="store_true",
-        help="no effect, because the operating system reads ahead; accepted for compatibility",
+        help="has no effect, because the operating system reads ahead; accepted for compatibility",
     )
     add(
         "--split",

@@ -1,8 +1,9 @@
-"""Checkpoints with ``torch.distributed.checkpoint``: bitwise identical resume, also within an epoch.
+"""Checkpoints with ``torch.distributed.checkpoint``, with bitwise identical resume, also within an epoch.
 
-Each is written to a hidden folder and renamed when every rank is done; then the tracker is updated, as in
-Megatron. Weight names are those of the user's module, so a run can resume with different sharding or another
-number of ranks; random states are restored if that number is the same.
+Each checkpoint is written to a hidden folder, which is renamed once every rank is done; then the tracker file
+is updated, as in Megatron. Weights are stored under their names in the user's module, so that a run can
+resume with different sharding or a different number of ranks. Random states are restored only if the number
+of ranks is the same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _SAME = {  # what decides which samples an iteration has
 
 @watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
-    """Write the checkpoint of an iteration, and return the checkpoint's folder. All ranks must call this.
+    """Write the checkpoint of an iteration and return its folder. All ranks must call this function.
 
     Raises:
         UnsavedError: the checkpoint could not be written.
@@ -75,8 +76,8 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 def require_there(args: Namespace) -> None:
     """Check that ``--load`` contains a checkpoint before anything is loaded.
 
-    The first run may pass its own ``--save`` folder, which is still empty; and without a model name, the
-    folder may be a Transformers model that a script passes to ``from_pretrained``.
+    ``--load`` may also be the ``--save`` folder of a first run, which is still empty, or, without a model
+    name, the folder of a Transformers model that a script passes to ``from_pretrained``.
 
     Raises:
         UsageError: there is no checkpoint, or the path is a file.
@@ -88,13 +89,13 @@ def require_there(args: Namespace) -> None:
     begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
     if folder.exists() and not folder.is_dir():
         raise UsageError(
-            f"--load {folder} is a file", "the folder that a run wrote with --save", "Use another path."
+            f"--load must be a folder that a run wrote with --save, but {folder} is a file. Use another path."
         )
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
-            f"--load {folder} contains no checkpoint",
-            f"a folder with the file {checkpoint_files.TRACKER}, or the --save folder of this run",
-            "Correct the path, or remove --load; pass initial weights with --pretrained-model-name-or-path.",
+            f"--load {folder} contains no checkpoint; it must be the --save folder of this run, or another "
+            f"folder with the file {checkpoint_files.TRACKER}. Correct the path, or remove --load; pass "
+            "initial weights with --pretrained-model-name-or-path."
         )
 
 
@@ -102,10 +103,10 @@ def require_there(args: Namespace) -> None:
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     """Load the newest checkpoint of ``--load`` (with --load-last-good, the newest undamaged one).
 
-    All ranks must call this.
+    All ranks must call this function.
 
     Returns:
-        The iteration to resume from (0 without a checkpoint), and log lines.
+        The iteration to resume from (0 if there is no checkpoint), and the log lines.
 
     Raises:
         UsageError: the checkpoint is damaged, or belongs to another model or other data.
@@ -114,7 +115,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     place = checkpoint_files.newest(args.load, whole)
     shared_folder.require_same("--load", args.load, place.name if place else None)
     if place is None:
-        return 0, [f"no checkpoint in {args.load} yet: starting from scratch"]
+        return 0, [f"there is no checkpoint in {args.load} yet: starting from scratch"]
     found = _description(place)
     _require_same_data(args, found["arguments"], place)
     said = [f"loaded {place}; resuming from iteration {found['iteration']}"]
@@ -126,7 +127,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     if same_ranks:
         content["random"] = {str(args.rank): _random_states()}
     else:
-        said.append("the number of ranks has changed: random numbers start again from --seed")
+        said.append("the number of ranks has changed, so random numbers start again from --seed")
     with disks.whole(place), checksums.verifying(place), _reading(place):
         reader = FileSystemReader(place)
         _require_same_weights(reader, content["train"]["model"], place)
@@ -153,9 +154,8 @@ def _description(place: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"--load: {path}: {reason}",
-            "a checkpoint that `megatron-npu train` saved",
-            "To start from trained weights, pass their folder to --pretrained-model-name-or-path.",
+            f"--load: {path} is not the description of a checkpoint that `megatron-npu train` saved: "
+            f"{reason}. To start from trained weights, pass their folder to --pretrained-model-name-or-path."
         ) from error
 
 
@@ -163,14 +163,14 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
     for name, flag in _SAME.items():
         if name in saved and saved[name] != getattr(args, name):
             raise UsageError(
-                f"{flag} {getattr(args, name)}, but {saved[name]} in {place}",
-                "the same value, because it determines the samples of each iteration",
-                "Pass the flags of the original run, or start again from the trained weights.",
+                f"{flag} is {getattr(args, name)}, but it was {saved[name]} in {place}; it must not change, "
+                "because it determines the samples of each iteration. Pass the flags of the original run, "
+                "or start again from the trained weights."
             )
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
-    """Compare weight names and shapes with the checkpoint, because torch reports only missing weights.
+    """Compare the weight names and shapes with the checkpoint, because torch reports only missing weights.
 
     Raises:
         UsageError: a weight differs; the error names the first one.
@@ -188,16 +188,15 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
     if differing:
         name = differing[0]
         raise UsageError(
-            f"{place} contains a different model: {name} is {saved.get(name, 'missing')} there and "
-            f"{wanted.get(name, 'missing')} here",
-            "the model and the switches of the run that saved it",
-            "Pass the flags of that run, or load another checkpoint.",
+            f"{place} contains a different model: {name} is {saved.get(name, 'missing')} in the checkpoint "
+            f"and {wanted.get(name, 'missing')} in this run. Pass the model and the switches of the run "
+            "that saved it, or load another checkpoint."
         )
 
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Prevent code in a checkpoint from being executed while the checkpoint is read inside the block.
+    """Inside the block, prevent code in a checkpoint from being executed when the checkpoint is read.
 
     Raises:
         UsageError: the checkpoint is damaged, or contains an object that must not be created.
@@ -215,9 +214,9 @@ def _reading(place: Path) -> Iterator[None]:
     except (OSError, CheckpointException, ValueError, RuntimeError, EOFError, KeyError) as error:
         refused = torch_readers.last_refusal()
         raise refused or UsageError(
-            f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}",
-            "a complete checkpoint of the same model",
-            f"Write the iteration of an older checkpoint into {place.parent / checkpoint_files.TRACKER}.",
+            f"the checkpoint {place} cannot be read: {checkpoint_failures.reason(error)}. It must be a "
+            "complete checkpoint of the same model. To load an older checkpoint, write its iteration into "
+            f"{place.parent / checkpoint_files.TRACKER}."
         ) from error
     finally:
         if guards:

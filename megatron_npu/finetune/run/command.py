@@ -1,4 +1,4 @@
-"""``megatron-npu train``: parse the flags, start the ranks, and run the task or script on each."""
+"""``megatron-npu train``: parse the flags, start the ranks, and run the task or script on each rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _run(args: Namespace) -> int:
         if args.log_level == "debug":
             traceback.print_exception(error.__cause__ or error)
         if args.rank:
-            watchdog.tell_others(str(error))
+            watchdog.tell_others(error)
             last_words.wait_for_rank_0_to_report()
         raise
     except last_words.FAILURES as failure:
@@ -91,10 +91,10 @@ def train(args: Namespace) -> None:
 
 
 def _refuse(args: Namespace, *, tells: bool = False) -> None:
-    """Reject switches that cannot be combined, with a one-line error, before anything is loaded.
+    """Reject combinations of switches that are not supported, before anything is loaded.
 
     Args:
-        args: the flags; a switch that stands for another one on this device is replaced by it.
+        args: the flags; a switch that has an equivalent on this device is replaced with the equivalent.
         tells: whether to print such replacements.
     """
     device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
@@ -109,8 +109,7 @@ def _refuse(args: Namespace, *, tells: bool = False) -> None:
     refuse(switches, place)
     if args.check_weight_hash_across_dp_replicas_interval and switches.sharding in FULLY:
         raise UsageError(
-            f"--check-weight-hash-across-dp-replicas-interval with {switches.sharding}",
-            "replicas that can be compared, but with this sharding each rank has a different part of every "
-            "weight",
-            "Remove it, or use --zero-1-memory-optimization.",
+            f"--check-weight-hash-across-dp-replicas-interval cannot be used with {switches.sharding}, "
+            "because with this sharding each rank has a different part of every weight and there are no "
+            "replicas to compare. Remove it, or use --zero-1-memory-optimization."
         )

@@ -1,9 +1,10 @@
 """The balancing loss of Transformers' mixture-of-experts models, over the tokens of a global batch.
 
-With E experts it is E * sum of f_e * P_e: the fraction of choices of expert e, and its mean probability, over
-the tokens of a batch. A product of two means is not the mean over micro-batches. But f_e has no gradient, so
-once the choices of the whole global batch are counted, each micro-batch contributes its part of P_e. If a
-rank has several micro-batches, they run through the model once more for this, before the first backward pass.
+With E experts, the loss is E * sum of f_e * P_e, where f_e is the fraction of choices of expert e and P_e is
+its mean probability, over the tokens of a batch. Because this is a product of two means, it is not the mean
+of the losses of the micro-batches. However, f_e has no gradient, so once the choices in the whole global
+batch have been counted, each micro-batch contributes its part of P_e. If a rank has several micro-batches,
+they are run through the model once more for this count, before the first backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Sums(NamedTuple):
     """The components of the loss, summed over the tokens of all layers.
 
     Attributes:
-        chosen: how often each expert was chosen, [E].
+        chosen: the number of times each expert was chosen, [E].
         probabilities: sum of each expert's probabilities, [E].
         tokens: number of tokens.
     """
@@ -41,9 +42,9 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
     Args:
         layers: router logits of each layer, [b * s, E].
-        experts: number of experts E.
-        top_k: experts per token.
-        mask: 0 for tokens that do not count [b, s]. If None, all count.
+        experts: the number E of experts.
+        top_k: the number of experts per token.
+        mask: 0 for tokens that are not counted, [b, s]. If None, all tokens are counted.
     """
     weights = torch.ones_like(layers[0][:, 0]) if mask is None else mask.reshape(-1).to(layers[0])
     weights = weights.float()
@@ -73,7 +74,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Make the model call this object for its balancing loss; outside a step the loss is 0."""
+        """Make the model call this object to compute its balancing loss, which is 0 outside a step."""
         own = self._names[_NAME]
         self._names[_NAME] = self._loss
         try:
@@ -113,7 +114,7 @@ class ExpertBalance:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Return the micro-batch's share of the loss, multiplied by its later divisor; 0 outside a step."""
+        """Return the micro-batch's share of the loss times the divisor used later; 0 outside a step."""
         if not isinstance(gate_logits, tuple):
             return 0  # as Transformers' own
         nothing = gate_logits[0].new_zeros((), dtype=torch.float32)
@@ -150,7 +151,7 @@ def asked_for(model: nn.Module) -> bool:
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return the replacement for a model's balancing loss, or None if it has none or an unsupported one."""
+    """Return the replacement for a model's balancing loss, or None if it has no loss that is supported."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

@@ -25,13 +25,14 @@ FOLDER = "model"  # in --save
 
 @watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
-    """Write ``--save``/model, replacing an existing one; return it. All ranks must call this.
+    """Write ``--save``/model, replacing an existing folder, and return it. All ranks must call this function.
 
     Args:
         args: the flags.
-        prepared: the model; shards are joined on rank 0.
+        prepared: the prepared model, whose shards are gathered on rank 0.
         outcome: the outcome of the training, for the card.
-        tokenizer: the tokenizer to include. If None, that of ``--pretrained-model-name-or-path``, if any.
+        tokenizer: the tokenizer to include. If None, the tokenizer of ``--pretrained-model-name-or-path`` is
+            included, if there is one.
     """
     place = Path(args.save) / FOLDER
     weights = prepared.full_weights()
@@ -62,7 +63,7 @@ def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
 
 
 def _first_of_each(weights: dict[str, Any]) -> list[str]:
-    """Return the names of the weights; of those that share memory, only the first."""
+    """Return the names of the weights; of several weights that share memory, only the first is named."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in weights.items():
         key = (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), ())

@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
     Attributes:
         batch: this rank's batch.
-        counts: whether its samples count; padding for a rank without samples does not.
+        counts: whether the samples of the batch are counted; padding for a rank without samples is not.
     """
 
     batch: Any
@@ -39,12 +39,13 @@ class Held(NamedTuple):
 
 
 def labels_in(batch: Any, *, shifted: bool = False) -> int:
-    """Return the number of labels over which a batch's loss is the mean: one per sample without ``labels``.
+    """Return the number of labels that a batch's loss is averaged over; without ``labels``, one per sample.
 
     Args:
         batch: a mapping whose integer ``labels``, [b] or [b, s], are ``IGNORED`` where there is none; or
             another object.
-        shifted: the model compares each label with the preceding output, so the first label does not count.
+        shifted: whether the model compares each label with the preceding output, in which case the first
+            label is not counted.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
@@ -69,7 +70,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch, taken from its first tensor; 1 without tensors."""
+    """Return the number of samples in a batch: the size of its first tensor, or 1 without tensors."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     if isinstance(batch, Mapping):
@@ -121,7 +122,7 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """Number of losses of the last batches. If None, a single one, not in a tuple."""
+        """The number of losses of the last batches, or None for a single loss that is not in a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:
@@ -130,7 +131,7 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Replay the batches read inside this block afterwards."""
+        """Make the batches that are read inside this block available again after the block."""
         self._rehearsed = []
         try:
             yield
@@ -147,33 +148,32 @@ class MicroBatches:
         """Return the divisor of each loss of the last micro-batch; inf for a loss without labels.
 
         The sum of the divided losses over micro-batches, averaged over the ranks, is the mean over all labels
-        of the global batch. All ranks call this after each forward pass; if all micro-batches have the same
-        number of labels, the divisor is the number of micro-batches.
+        of the global batch. All ranks call this method after each forward pass. If all micro-batches have the
+        same number of labels, the divisor is the number of micro-batches.
 
         Raises:
-            UsageError: a template used another number of batches for this loss than before.
+            UsageError: a template used a different number of batches for this loss than before.
         """
         found = self.coming_divisors()
         self._taken = []
         return found
 
     def coming_divisors(self) -> list[float]:
-        """Return what ``divisors`` will return, while the model still processes the micro-batch."""
+        """Return the future result of ``divisors`` while the model is still processing the micro-batch."""
         number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
             self._totals = self._all_labels(number, counts)
         elif self._each != number:
             raise UsageError(
-                f"run_forward_step used {self._each} batches for one loss and {number} for the next",
-                "the same number of batches for each loss, because the labels of a global batch are counted "
-                "in advance",
-                "Use one batch per loss.",
+                "run_forward_step must use the same number of batches for each loss, because the labels of "
+                f"a global batch are counted in advance, but it used {self._each} for one loss and {number} "
+                "for the next. Use one batch per loss."
             )
         shares = zip(self._totals, counts, strict=True)
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]
 
     def counted(self) -> Counts:
-        """Return the number of labels of the batches read since the last call; 1 without any."""
+        """Return the number of labels of the batches read since the last call, or 1 if none were read."""
         counts, self._taken = _sums(self._taken), []
         return counts
 

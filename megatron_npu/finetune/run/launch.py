@@ -1,7 +1,7 @@
 """Start the ranks of this machine with torch's elastic agent.
 
-``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` set the rendezvous of several machines. Each
-rank runs the same command in a separate process.
+``MASTER_ADDR``, ``MASTER_PORT``, ``NNODES`` and ``NODE_RANK`` configure the rendezvous of several machines.
+Each rank runs the same command in a separate process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -19,9 +20,10 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import cores
 from megatron_npu.finetune.run.ranks import from_environment
 from megatron_npu.pretrain.run import host_memory
-from megatron_npu.process import python_child
+from megatron_npu.process import meeting_place, python_child
+from megatron_npu.watchdog import first_contact
 
-_SECONDS = 900  # for the other machines to come
+_SECONDS = 900  # for the agents of the other machines, which have met before
 _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
 
 
@@ -29,7 +31,7 @@ def local_processes(args: Namespace) -> int:
     """Return the number of ranks for this machine: the requested number, or one rank per device.
 
     Raises:
-        UsageError: more ranks are requested than there are devices, or than fit into memory on a CPU.
+        UsageError: more ranks are requested than there are devices, or more than fit into memory on a CPU.
     """
     device = devices.current()
     asked: int | None = args.nproc_per_node
@@ -39,9 +41,8 @@ def local_processes(args: Namespace) -> int:
         host_memory.require(asked * _BYTES_OF_A_RANK, f"--nproc-per-node {asked}")
     elif asked > device.count():
         raise UsageError(
-            f"--nproc-per-node {asked} with {device.count()} devices ({device.title})",
-            "one device per process",
-            "Request fewer processes, or make more devices visible.",
+            f"--nproc-per-node must be at most the number of devices, {device.count()} ({device.title}), "
+            f"but got {asked}. Request fewer processes, or make more devices visible."
         )
     return asked
 
@@ -56,9 +57,8 @@ def machines() -> int:
     from_environment("NODE_RANK", 0, most=count - 1)
     if count > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         raise UsageError(
-            f"NNODES={count} without MASTER_ADDR and MASTER_PORT",
-            "all three, and NODE_RANK on each machine",
-            "Export the address and port of the first machine.",
+            f"NNODES={count} requires MASTER_ADDR and MASTER_PORT, as well as NODE_RANK on each machine. "
+            "Export the address and port of the first machine."
         )
     return count
 
@@ -73,7 +73,7 @@ def start(argv: Sequence[str], processes: int) -> int:
         processes: number of ranks on this machine.
 
     Raises:
-        UsageError: the ranks cannot connect at MASTER_ADDR and MASTER_PORT.
+        UsageError: the machines do not meet at MASTER_ADDR and MASTER_PORT.
     """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -83,6 +83,7 @@ def start(argv: Sequence[str], processes: int) -> int:
     _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(cores.threads(processes)))
     program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+    store = _meet() if machines() > 1 else _alone()  # kept until the agent has joined its server
     os.environ["PYTHONPATH"] = python_child.search_path()
     config = LaunchConfig(
         min_nodes=machines(),
@@ -91,7 +92,7 @@ def start(argv: Sequence[str], processes: int) -> int:
         run_id="megatron_npu_train",
         max_restarts=0,
         logs_specs=_no_logs(),
-        **_meeting(),
+        **_meeting(store),
     )
     try:
         elastic_launch(config, program)(*python_child.module_flags("megatron_npu"), "train", *argv)
@@ -103,18 +104,49 @@ def start(argv: Sequence[str], processes: int) -> int:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"MASTER_ADDR:MASTER_PORT {place}: {reason}",
-            "an address of the first machine and a free port on it",
-            "Export another MASTER_PORT.",
+            f"the ranks cannot connect at MASTER_ADDR:MASTER_PORT {place}, which must be an address of the "
+            f"first machine and a free port on it: {reason}. Export another MASTER_PORT."
         ) from None
+    finally:
+        del store
     return 0
 
 
-def _silence_agent() -> None:
-    """Silence the elastic agent's page of output for each failed rank; the rank has already logged one line.
+def _meet() -> Any:
+    """Wait until all machines have connected to the store of the first machine, and return the store.
 
-    Also silence the C++ warning of the ranks about a model whose parameters have all been used, which is the
-    normal case; TORCH_CPP_LOG_LEVEL=WARNING shows it.
+    Without this wait, the agent would wait for up to ``_SECONDS`` without logging anything.
+
+    Raises:
+        UsageError: the address is wrong, or a machine does not connect.
+    """
+    from torch.distributed import PrefixStore
+
+    host, port = os.environ["MASTER_ADDR"], from_environment("MASTER_PORT", 0, most=65535)
+    count, number = machines(), from_environment("NODE_RANK", 0)
+    serves = number == 0
+    who = f"machine {number} ({socket.gethostname()})"
+    place = meeting_place.Place(who, host, port, serves, not serves)
+    served = first_contact.serve(port) if serves else None
+    store = meeting_place.connected(place, lambda: first_contact.client_of(host, port))
+    here = PrefixStore("megatron_npu/machines", store)
+    here.set(str(number), "")
+
+    def missing() -> str:
+        lacking = [str(each) for each in range(count) if not here.check([str(each)])]
+        return f"machine{'s' * (len(lacking) > 1)} {', '.join(lacking)}" if lacking else ""
+
+    if serves:
+        meeting_place.joined(place, missing)
+    return served or store
+
+
+def _silence_agent() -> None:
+    """Silence the page of output that the elastic agent prints for each failed rank.
+
+    The rank itself has already logged one line. The C++ warning that the ranks print about a model whose
+    parameters have all been used is silenced too, because this is the normal case; set
+    TORCH_CPP_LOG_LEVEL=WARNING to show it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in list(logging.root.manager.loggerDict):
@@ -123,9 +155,9 @@ def _silence_agent() -> None:
 
 
 def _no_logs() -> Any:
-    """Return log settings with which ranks print to this process's output, without a log folder.
+    """Return log settings that make ranks print to this process's output without creating a log folder.
 
-    By default the agent creates a folder for each run and leaves it behind, empty.
+    By default, the agent creates a folder for each run and leaves the empty folder behind.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
@@ -133,7 +165,7 @@ def _no_logs() -> Any:
         """Log settings that do not use files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            """Disable the threads that would poll /dev/null for lines ten times a second."""
+            """Disable the threads that would otherwise poll /dev/null for lines ten times a second."""
             found = super().reify(envs)
             found.tee_stdouts.clear()
             found.tee_stderrs.clear()
@@ -142,11 +174,20 @@ def _no_logs() -> Any:
     return NoLogs(os.devnull)
 
 
-def _meeting() -> dict[str, Any]:
-    """Return the rendezvous settings from the environment, or for a free port on this machine."""
+def _alone() -> Any:
+    """Serve the store of a run on this machine at a free port; return None if MASTER_PORT names a port."""
+    return None if os.environ.get("MASTER_PORT") else first_contact.serve(0)
+
+
+def _meeting(store: Any) -> dict[str, Any]:
+    """Return the rendezvous settings from the environment, or for the free port of the store.
+
+    torch's rendezvous ``c10d`` unpickles what it finds in the store, which every user of the machine can
+    write to; ``static`` reads nothing.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not port:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        address, port = "localhost", str(store.port)
     from_environment("MASTER_PORT", 0, most=65535)
     return {
         "rdzv_backend": "static",
@@ -156,7 +197,7 @@ def _meeting() -> dict[str, Any]:
 
 
 def _exit_code(failed: object) -> int:
-    """Return the exit code of the first rank that failed; for a signal 128 + its number, as in a shell."""
+    """Return the exit code of the first rank that failed; for a signal, 128 plus its number."""
     first = min(failed.failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code = first.exitcode
     if code == -signal.SIGKILL:

@@ -21,8 +21,7 @@ def cannot_be_cut(args: Namespace, what: str) -> UsageError:
     """
     return UsageError(
         f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and --pipeline-model-parallel-size "
-        f"{args.pipeline_model_parallel_size} with {what}",
-        "1 for both, because with these switches each rank has all layers, or a shard of each weight "
-        "(--zero-3-...)",
-        "Use model parallelism only with Megatron models: `megatron-npu pretrain`, or a PreTrainer.",
+        f"{args.pipeline_model_parallel_size} cannot be used with {what}: both must be 1, because each rank "
+        "has all layers, or a shard of each weight (--zero-3-...). Use model parallelism only with Megatron "
+        "models: `megatron-npu pretrain`, or a PreTrainer."
     )

@@ -1,4 +1,4 @@
-"""The training loop of both templates: one step, one evaluation, and when to log, evaluate, save and stop."""
+"""The training loop of both templates: steps and evaluations, and when to log, evaluate, save and stop."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Evaluations(NamedTuple):
     """The evaluations during and after training.
 
     Attributes:
-        valid: evaluates the validation data. If None, there is none.
-        test: evaluates the test data, once, at the end. If None, there is none.
+        valid: the evaluation of the validation data, or None if there is no such data.
+        test: the evaluation of the test data, once at the end, or None if there is no such data.
     """
 
     valid: Evaluate | None
@@ -85,7 +85,7 @@ class Loop:
         self._tokens = 0  # of this rank, since then
 
     def run(self) -> Outcome:
-        """Train until the end, or until a flag or signal ends training, and return the outcome."""
+        """Train until the end, or until a flag or a signal stops the training, and return the outcome."""
         said = self._load()
         with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
             for line in said:
@@ -115,7 +115,7 @@ class Loop:
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
-        """Train one iteration; log, evaluate and save when these are due."""
+        """Train for one iteration, and log, evaluate and save when each is due."""
         args = self.args
         self._step(batches)
         self.report.tick()
@@ -134,7 +134,7 @@ class Loop:
         self._tokens += tokens_in(batch)
 
     def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
-        """Accumulate the gradients of a global batch's loss; return this rank's part of that loss."""
+        """Accumulate the gradients of a global batch's loss, and return this rank's part of that loss."""
         prepared, count = self.prepared, self.plan.micro_batches
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         batches.begin(count)
@@ -155,7 +155,8 @@ class Loop:
     def _balanced(self, batches: MicroBatches) -> Iterator[None]:
         """Compute the experts' balancing loss over the tokens of the whole global batch.
 
-        With several micro-batches, their choices are counted in advance, with the same dropout as afterwards.
+        If there are several micro-batches, the experts that their tokens choose are counted in advance, with
+        the same dropout masks as in training.
         """
         if self.balance is None:
             yield
@@ -200,12 +201,12 @@ class Loop:
         return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
 
     def _overflowed(self, scale: float) -> None:
-        """Log a skipped update; end the run if the gradient overflows even with the smallest loss scale.
+        """Log a skipped update; end the run if the gradient overflows even at the smallest loss scale.
 
         Raises:
             DivergedError: the gradient overflowed with the smallest loss scale.
         """
-        self.report.say(f" iteration {self.iteration}: the gradient overflowed, update skipped")
+        self.report.say(f" iteration {self.iteration}: the gradient overflowed, so the update was skipped")
         if scale <= SMALLEST:
             raise DivergedError(
                 f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
@@ -221,10 +222,8 @@ class Loop:
         """Reject, at the first step, a loss that does not depend on the model's weights."""
         if next(self._gradients(), None) is None:
             raise UsageError(
-                f"{type(self.template).__name__}.run_forward_step returned a loss that does not "
-                "depend on the model",
-                "a loss computed with the model that was passed to it",
-                "Compute the loss with that model.",
+                f"{type(self.template).__name__}.run_forward_step returned a loss that does not depend on "
+                "the model. Compute the loss with the model that is passed to the method."
             )
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -272,7 +271,7 @@ class Loop:
         self.report.test(self.iteration, found.loss, found.metrics)
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
-        """Evaluate, with the training clock paused and the random generators unchanged afterwards."""
+        """Evaluate with the training clock paused, and restore the random generators afterwards."""
         model = self.prepared.model
         with (
             watchdog.phase("evaluating"),
@@ -346,7 +345,7 @@ def untouched_generators() -> Iterator[None]:
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the number of tokens in a batch, including padding; 0 if it is not text."""
+    """Return the number of tokens in a batch, including padding, or 0 if the batch does not contain text."""
     for name in ("input_ids", "text", "tokens"):
         tokens = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):

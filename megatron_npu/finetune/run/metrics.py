@@ -1,7 +1,8 @@
 """Evaluation metrics for GLUE, entities, answers and text overlap, implemented in this module.
 
-They are short formulas, tested against scikit-learn, seqeval and others if installed. The hub's ``evaluate``
-is not used, because it downloads and executes a program per metric.
+The metrics are short formulas, which are tested against scikit-learn, seqeval and others if those are
+installed. The hub's ``evaluate`` package is not used, because it downloads and executes a program for each
+metric.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def classification(
 ) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation, or GLUE's metrics for one of its tasks.
 
-    With more than two classes the F1 is the mean over classes, ``f1_macro``.
+    With more than two classes, the F1 is the mean over the classes, ``f1_macro``.
 
     Args:
         predictions: [n], integers.
@@ -60,12 +61,12 @@ def regression(predictions: np.ndarray, references: np.ndarray) -> dict[str, flo
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the fraction of correct predictions [n]."""
+    """Return the fraction of predictions [n] that are correct."""
     return float((predictions == references).mean())
 
 
 def f1(predictions: np.ndarray, references: np.ndarray, positive: int = 1) -> float:
-    """Return the harmonic mean of precision and recall of one class; 0 if it does not occur."""
+    """Return the harmonic mean of a class's precision and recall, or 0 if the class does not occur."""
     hits = ((predictions == positive) & (references == positive)).sum()
     return _harmonic(int(hits), int((predictions == positive).sum()), int((references == positive).sum()))
 
@@ -108,7 +109,7 @@ def _entities_of_rows(rows: Sequence[Sequence[str]]) -> set[tuple[Any, ...]]:
 
 
 def _harmonic(hits: int, guessed: int, true: int) -> float:
-    """Return F1 = 2 hits / (guessed + true), or 0."""
+    """Return F1 = 2 hits / (guessed + true), or 0 if the denominator is 0."""
     return 2 * hits / (guessed + true) if guessed + true else 0.0
 
 
@@ -118,10 +119,10 @@ Entity = tuple[str, int, int]  # its type, its first and its last token
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
-    """Return the entities of a row of tags, as CoNLL's script and seqeval's default mode do.
+    """Return the entities in a row of tags, following CoNLL's script and the default mode of seqeval.
 
-    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode an ``I`` whose type
-    differs from the previous tag's starts an entity.
+    Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode, an ``I`` whose type
+    differs from that of the previous tag starts a new entity.
     """
     found: list[Entity] = []
     before, kind_before, first = "O", "", 0
@@ -160,7 +161,7 @@ def are_entity_tags(names: Sequence[str]) -> bool:
 def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Return the accuracy over tags, and precision, recall and F1 over entities if tags mark entities.
 
-    An entity is correct if its type, first and last token are.
+    An entity is correct if its type, its first token and its last token are correct.
 
     Args:
         predictions: the tags of each row.
@@ -196,8 +197,8 @@ def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> 
     """Return exact match and word F1 in percent, each computed with the best-matching true answer.
 
     Args:
-        predictions: one text per question; empty: no answer.
-        references: the true answers of each question; empty: no answer.
+        predictions: one text per question; an empty text means no answer.
+        references: the true answers of each question; an empty list means no answer.
     """
     exact = together = 0.0
     for given, true in zip(predictions, references, strict=True):

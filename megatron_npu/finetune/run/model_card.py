@@ -53,9 +53,9 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
 
 
 def _pipeline(task: type[Declaration] | None) -> str | None:
-    """Return the pipeline that runs a model of the task, if the installed Transformers has it.
+    """Return the pipeline that runs a model of the task, if the installed Transformers provides it.
 
-    Version 5 has removed some, such as ``question-answering``.
+    Transformers 5 has removed some pipelines, such as ``question-answering``.
     """
     if task is None or task.pipeline is None:
         return None

@@ -1,4 +1,4 @@
-"""The result of a training run, for model cards and callers of a template."""
+"""The result of a training run, used for model cards and returned to the caller of a template."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ class Ranks:
     """The ranks of a process.
 
     Attributes:
-        rank: its number, from 0.
-        local_rank: its number on its machine, and that of its device.
-        world_size: number of processes on all machines.
+        rank: the number of the process, from 0.
+        local_rank: the number of the process on its machine, which is also the number of its device.
+        world_size: the number of processes on all machines.
     """
 
     rank: int = 0
@@ -38,7 +38,7 @@ def of_this_process() -> Ranks:
 
 
 def require_as_many(asked: int | None) -> None:
-    """Check that the number of ranks started here equals ``--nproc-per-node``, if given.
+    """Check that the number of ranks started here equals ``--nproc-per-node``, if this flag is given.
 
     Raises:
         UsageError: the numbers differ.
@@ -46,14 +46,13 @@ def require_as_many(asked: int | None) -> None:
     there = os.environ.get("LOCAL_WORLD_SIZE")
     if asked is not None and there is not None and there != str(asked):
         raise UsageError(
-            f"--nproc-per-node {asked}, but a launcher has already started {there} on this machine",
-            "only one of the two to start the ranks",
-            "Remove --nproc-per-node.",
+            f"--nproc-per-node is {asked}, but a launcher has already started {there} ranks on this "
+            "machine. Remove --nproc-per-node."
         )
 
 
 def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
-    """Return a number from a launcher's or user's environment variable.
+    """Return the number in an environment variable set by a launcher or a user.
 
     Raises:
         UsageError: the value is not a number, or out of range.
@@ -64,5 +63,5 @@ def from_environment(name: str, default: int, *, least: int = 0, most: int | Non
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         open_ended = "a positive integer" if least else "a non-negative integer"
         expected = open_ended if most is None else f"an integer from {least} to {most}"
-        raise UsageError(f"{name}={text}", expected, f"Correct it, or unset {name}.")
+        raise UsageError(f"{name} must be {expected}, but got {text}. Correct it, or unset {name}.")
     return int(text)

@@ -24,11 +24,11 @@ class Steps:
     """The iterations covered by one report.
 
     Attributes:
-        losses: loss of each, averaged over all ranks.
-        norms: gradient norm of each; None if the update was skipped.
+        losses: the loss of each iteration, averaged over all ranks.
+        norms: the gradient norm of each iteration, or None if the update was skipped.
         seconds: total time without evaluation and saving.
         learning_rate: learning rate of the next iteration.
-        tokens: tokens of all iterations on all ranks. If 0, unknown.
+        tokens: the number of tokens of all iterations on all ranks, or 0 if it is unknown.
         scale: the loss scale; 1 without fp16.
     """
 
@@ -41,7 +41,7 @@ class Steps:
 
 
 class Report(Sinks):
-    """The log of a run, on rank 0; a context manager.
+    """The log of a run on rank 0, used as a context manager.
 
     Args:
         args: the flags.
@@ -130,7 +130,7 @@ class Report(Sinks):
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line for one log event, with Megatron's field names where it has them."""
+    """Return the console line for a log event, using Megatron's field names where they exist."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

@@ -1,7 +1,7 @@
 """Differences between a fine-tuning run and the checkpoint that it resumes from, with their effects.
 
-One table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are reported by
-``checkpoint.load``.
+The table is used by the log, by docs/how-to/resume.md and by the tests. Changes that are rejected are
+reported by ``checkpoint.load``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megatron_npu.finetune.model.prepare import Prepared
 _RATES = "applies from the next update on, at the run's position in the schedule"
 _NEXT = "applies from the next update on"
 _END = "changes the end of the run, and without --lr-decay-iters also that of the schedule"
-_OF_OPTIMIZER = "no effect: your script creates the optimizer, whose settings come from the checkpoint"
-_OF_SCHEDULE = "no effect: your script creates the schedule, whose rates come from the checkpoint"
+_OF_OPTIMIZER = (
+    "has no effect, because your script creates the optimizer, whose settings come from the checkpoint"
+)
+_OF_SCHEDULE = "has no effect, because your script creates the schedule, whose rates come from the checkpoint"
 _READ_BY_SCRIPT = "has an effect only if the schedule that your script creates reads it"
 
 
@@ -29,8 +31,8 @@ class Flag:
     """A flag that may change on resume.
 
     Attributes:
-        name: its attribute.
-        effect: the effect of another value, where no script creates an optimizer or a schedule.
+        name: the attribute that holds the flag's value.
+        effect: the effect of changing the value, if no script creates an optimizer or a schedule.
     """
 
     name: str
@@ -64,13 +66,13 @@ FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 
 
 def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
-    """Return the log lines, one per difference; empty if there is none.
+    """Return one log line per difference, or no lines if there is no difference.
 
     Args:
         args: the flags of this run.
-        saved: those of the run that saved.
+        saved: the flags of the run that saved the checkpoint.
         place: the checkpoint.
-        prepared: whose optimizer and schedule decide what the flags do.
+        prepared: the prepared model, whose optimizer and schedule determine the effects of the flags.
     """
     lines = [
         f"  {row.flag} {getattr(args, row.name)} (the checkpoint: {saved[row.name]}): {effect}"

@@ -1,4 +1,4 @@
-"""The length of a training run, computed once when its data is loaded."""
+"""The length of a training run, which is computed once when the data is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class RunPlan:
     """The length of one training run of a template; a script that trains several times has several plans.
 
     Attributes:
-        iterations: iterations of the run, unless it ends earlier.
-        epoch: iterations per epoch.
-        micro_batches: micro-batches per rank and iteration.
-        samples: number of fine-tuning samples; None in pre-training, which samples as many as needed.
+        iterations: the number of iterations of the run, unless it ends earlier.
+        epoch: the number of iterations per epoch.
+        micro_batches: the number of micro-batches per rank and iteration.
+        samples: the number of samples for fine-tuning, or None for pre-training, which draws as many samples
+            as needed.
     """
 
     iterations: int
@@ -41,7 +42,8 @@ class RunPlan:
         ends = [end for end in (args.train_iters, of_epochs) if end is not None]
         if not ends:
             raise UsageError(
-                "neither --epochs nor --train-iters", "--epochs N or --train-iters N", "Pass one of them."
+                "neither --epochs nor --train-iters was given. Pass one of them: --epochs N or "
+                "--train-iters N."
             )
         return cls(min(ends), epoch, args.num_microbatches, samples)
 

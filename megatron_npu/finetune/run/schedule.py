@@ -1,4 +1,4 @@
-"""Learning rate per iteration, as in Megatron's scheduler: warm-up from 0 and decay to a minimum."""
+"""The learning rate of each iteration, as in Megatron: warm-up from 0, then decay to a minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks for ``--task``: each file contains one task, which is a template for Transformers models."""
+"""Tasks for ``--task``. Each file contains one task, which is a template for Transformers models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def every() -> dict[str, type[Declaration]]:
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return a task as a template that trains; the training code is imported only by this call.
+    """Return a task as a template that can train; only this call imports the training code.
 
     Raises:
         UsageError: the task does not exist, or a package that it needs is not installed.
@@ -42,15 +42,15 @@ def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]
     task = every().get(args.task)
     if task is None:
         raise UsageError(
-            f"--task {args.task}", " or ".join(every()), "Pass one of them, or --user-script FILE."
+            f"--task must be {' or '.join(every())}, but got {args.task}. Pass one of them, or "
+            "--user-script FILE."
         )
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"--task {args.task} ({error})",
-            f"the package {error.name}",
-            "Install it: pip install 'megatron_npu[train]'.",
+            f"--task {args.task} requires the package {error.name}, which cannot be imported ({error}). "
+            "Install it: pip install 'megatron_npu[train]'."
         ) from error
     from megatron_npu.finetune.rapidformer import templates
 

@@ -32,11 +32,11 @@ class BlocksOfText(Task):
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:
-        """Check that the column contains text; rows without text are allowed and add nothing."""
+        """Check that the column contains text; rows without text are permitted and ignored."""
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return no columns, because a row without text adds nothing."""
+        """Return no columns, because rows without text are permitted."""
         return []
 
     def encoded(self, rows: Any, part: str) -> Any:
@@ -58,9 +58,8 @@ class BlocksOfText(Task):
         if not len(blocks):
             count = sum(map(len, tokens["input_ids"]))
             raise UsageError(
-                f"the split {part!r} has {count} tokens",
-                f"at least one block of {self.longest} tokens",
-                "Provide more text, or a smaller --seq-length.",
+                f"the split {part!r} must have at least {self.longest} tokens, enough for one block, but it "
+                f"has {count}. Provide more text, or a smaller --seq-length."
             )
         return blocks
 

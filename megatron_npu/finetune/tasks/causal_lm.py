@@ -17,8 +17,8 @@ from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, label_losses
 class CausalLM(BlocksOfText):
     """Fine-tune an ``AutoModelForCausalLM``.
 
-    Column: a text. Texts are concatenated and split into blocks of ``--seq-length`` tokens. Metric: the
-    perplexity.
+    The data has one column, which contains the texts. Texts are concatenated and split into blocks of
+    ``--seq-length`` tokens. The metric is the perplexity.
     """
 
     name = "causal_lm"
@@ -30,9 +30,8 @@ class CausalLM(BlocksOfText):
         """Reject blocks of a single token."""
         if args.seq_length == 1:
             raise UsageError(
-                "--seq-length 1",
-                "at least 2, for a token and the next one",
-                "Pass a larger --seq-length.",
+                "--seq-length must be at least 2, for a token and the next one, but got 1. Pass a larger "
+                "--seq-length."
             )
 
     def require_fit(self, config: Any) -> None:
@@ -41,10 +40,9 @@ class CausalLM(BlocksOfText):
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
             raise UsageError(
-                f"--task {self.name} with {name}, a {config.model_type} whose attention sees the tokens it "
-                "should predict",
-                "a decoder-only model",
-                "Pass --task masked_lm, or a model such as GPT-2.",
+                f"--task {self.name} requires a decoder-only model, but {name} is a {config.model_type}, "
+                "whose attention sees the tokens that it should predict. Pass --task masked_lm, or a model "
+                "such as GPT-2."
             )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:

@@ -1,4 +1,4 @@
-"""Declaration of a task, from which its flags, checks, help texts and model card are derived.
+"""The declaration of a task, from which its flags, checks, help texts and model card are derived.
 
 A task's file is also imported for help texts and by the process that starts the ranks, so it imports
 Transformers and ``datasets`` inside functions.
@@ -29,12 +29,12 @@ class Flag:
 
 
 class Declaration:
-    """A task. ``tasks.every`` finds classes with a name; the others are base classes.
+    """Base class of the tasks; ``tasks.every`` finds the subclasses that have a name.
 
     Attributes:
         name: value of ``--task``.
         template: which of the two templates it implements.
-        head: the Transformers Auto class to train. If None, depends on the model.
+        head: the Transformers Auto class to train. If None, the class depends on the model.
         pipeline: the Transformers pipeline for the trained model, or None.
         roles: roles of its columns, each with its usual names, most likely first.
         flags: its own flags; those of its base classes are added.

@@ -25,9 +25,9 @@ _DRAWS = 1000  # until a block asks for a token; one of special tokens alone doe
 class MaskedLM(BlocksOfText):
     """Fine-tune an ``AutoModelForMaskedLM``.
 
-    Column: a text. Texts, with special tokens around each, are concatenated and split into blocks of
-    ``--seq-length`` tokens; ``--mask-prob`` of the tokens are predicted, as in BERT's training. Metric: the
-    perplexity over these.
+    The data has one column, which contains the texts. Texts are surrounded by special tokens, concatenated
+    and split into blocks of ``--seq-length`` tokens; a fraction ``--mask-prob`` of the tokens is predicted,
+    as in BERT's training. The metric is the perplexity of the predicted tokens.
     """
 
     name = "masked_lm"
@@ -41,9 +41,8 @@ class MaskedLM(BlocksOfText):
         """Reject a mask probability of 0."""
         if not args.mask_prob:
             raise UsageError(
-                "--mask-prob 0",
-                "a positive number, so that some tokens are masked",
-                "Pass, for example, 0.15.",
+                "--mask-prob must be positive, so that some tokens are masked, but got 0. Pass, for "
+                "example, 0.15."
             )
 
     @functools.cached_property
@@ -52,17 +51,17 @@ class MaskedLM(BlocksOfText):
 
         if self.tokenizer.mask_token is None:
             raise UsageError(
-                f"--task masked_lm with {self.args.pretrained_model_name_or_path}",
-                "a model whose tokenizer has a mask token",
-                "Pass --task causal_lm, or a model such as BERT.",
+                "--task masked_lm requires a model whose tokenizer has a mask token, but "
+                f"{self.args.pretrained_model_name_or_path} has none. Pass --task causal_lm, or a model "
+                "such as BERT."
             )
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
         """Return masked blocks [b, s]; evaluation examples are always masked at the same positions.
 
-        Training examples are masked differently each time, from the loader's seeds, so a resumed run, and one
-        with other micro-batches, uses the same masks.
+        Training examples are masked differently each time. The masks are drawn from the loader's seeds, so a
+        resumed run and a run with a different micro-batch size use the same masks.
         """
         tokens, special = (stacked(examples, name) for name in ("input_ids", "special_tokens_mask"))
         numbered = EXAMPLE in examples[0]

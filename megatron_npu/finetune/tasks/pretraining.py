@@ -51,9 +51,8 @@ class PreTraining(Declaration):
         """Reject epochs, because the number of samples follows from the iterations."""
         if args.epochs is not None:
             raise UsageError(
-                f"--epochs {args.epochs} with --task pretraining",
-                "--train-iters N, because the number of samples is computed from it",
-                "Pass --train-iters instead.",
+                f"--epochs {args.epochs} cannot be used with --task pretraining, which computes the number "
+                "of samples from --train-iters. Pass --train-iters N instead."
             )
 
     def __init__(self, engine: Any) -> None:
@@ -95,10 +94,9 @@ class PreTraining(Declaration):
         known = self._config[0].get_text_config().vocab_size
         if vocabulary.vocab_size > known:
             raise UsageError(
-                f"{_FLAG} {self.args.pretrained_model_name_or_path}, a model with {known} tokens, for a "
-                f"vocabulary of {vocabulary.vocab_size}",
-                "a model with an embedding for every token",
-                "Use the vocabulary that the model was trained with, or another model.",
+                f"{_FLAG} {self.args.pretrained_model_name_or_path} has embeddings for {known} tokens, but "
+                f"the vocabulary has {vocabulary.vocab_size}; every token must have an embedding. Use the "
+                "vocabulary that the model was trained with, or another model."
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
@@ -108,7 +106,9 @@ class PreTraining(Declaration):
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
         auto = getattr(transformers, self._auto)
         if differs or not _has_weights(name):
-            self._say(f"{name}: newly initialized weights" + (f" ({', '.join(differs)})" if differs else ""))
+            self._say(
+                f"{name}: using newly initialized weights" + (f" ({', '.join(differs)})" if differs else "")
+            )
             return auto.from_config(config, dtype=torch.float32), None, None
         return pretrained.loaded(name, auto, config), None, None
 
@@ -118,7 +118,7 @@ class PreTraining(Declaration):
 
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
-        """The configuration, and descriptions of the values that were changed by flags."""
+        """The model's configuration, and descriptions of the values that flags have changed."""
         from transformers import AutoConfig
 
         args = self.args
@@ -150,9 +150,9 @@ class PreTraining(Declaration):
         masked = pretrained.has_head(config, "AutoModelForMaskedLM")
         if not (causal or masked) or config.is_encoder_decoder:
             raise UsageError(
-                f"--task pretraining with {self.args.pretrained_model_name_or_path}, a {config.model_type}",
-                "a BERT or another masked language model, or a causal model such as GPT-2",
-                "Use another model.",
+                f"--task pretraining does not support {self.args.pretrained_model_name_or_path}, a "
+                f"{config.model_type}; it requires BERT or another masked language model, or a causal model "
+                "such as GPT-2. Use another model."
             )
         return masked and not getattr(config, "is_decoder", False)
 
@@ -176,9 +176,9 @@ class PreTraining(Declaration):
         most = getattr(config, "max_position_embeddings", None)
         if args.seq_length and most and args.seq_length > most:
             raise UsageError(
-                f"--seq-length {args.seq_length} with {args.pretrained_model_name_or_path}",
-                f"at most its {most} positions",
-                "Use fewer tokens, or a larger --max-position-embeddings.",
+                f"--seq-length must be at most {most}, the number of positions of "
+                f"{args.pretrained_model_name_or_path}, but got {args.seq_length}. Use fewer tokens, or a "
+                "larger --max-position-embeddings."
             )
         return args.seq_length or most or 512
 
@@ -203,5 +203,6 @@ def _require_heads(config: Any) -> None:
     heads, size = config.num_attention_heads, config.hidden_size
     if size % heads:
         raise UsageError(
-            f"--hidden-size {size}", f"a multiple of --num-attention-heads {heads}", "Change one of the two."
+            f"--hidden-size must be a multiple of --num-attention-heads {heads}, but got {size}. Change one "
+            "of the two."
         )

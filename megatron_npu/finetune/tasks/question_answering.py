@@ -29,9 +29,10 @@ _NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
 class QuestionAnswering(Task):
     """Fine-tune an ``AutoModelForQuestionAnswering``.
 
-    Columns: a question, a context and its answers, either as in SQuAD (texts and their start positions in the
-    context; none: no answer), or as one text, which is searched for. A context that is too long becomes
-    several overlapping windows. Metrics: exact match and F1 in percent, as in SQuAD's evaluation.
+    The columns are a question, a context and the answers. The answers are given either in the format of SQuAD
+    (texts and their start positions in the context, where an empty list means that there is no answer), or as
+    one text, which is searched for in the context. A context that is too long is split into several
+    overlapping windows. The metrics are exact match and F1 in percent, as in SQuAD's evaluation.
     """
 
     name = "question_answering"
@@ -67,7 +68,7 @@ class QuestionAnswering(Task):
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the question and context columns; a question may have no answer."""
+        """Return the question and context columns; the answers may be missing."""
         found = columns.find(there, self.roles, self.args.columns)
         return [found["question"], found["context"]]
 
@@ -96,14 +97,14 @@ class QuestionAnswering(Task):
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
         if free < 2:
             raise UsageError(
-                f"a question in the split {part!r} has {own} tokens",
-                f"fewer than the {self.longest} tokens of --seq-length, to leave space for the context",
-                "Remove the question, or pass a larger --seq-length.",
+                f"a question in the split {part!r} has {own} tokens, but it must have fewer than the "
+                f"{self.longest} tokens of --seq-length, to leave space for the context. Remove the "
+                "question, or pass a larger --seq-length."
             )
         return min(self.args.doc_stride, free // 2)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch padded to its longest window."""
+        """Return a batch padded to the length of its longest window."""
         return self.padded(examples, numbers=_POSITIONS)
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
@@ -185,10 +186,10 @@ def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tupl
     """Return the first and last token of each window's most likely answer, [b, 2], and its score, [b].
 
     Args:
-        start: logits of its first token [b, s].
-        end: logits of its last token [b, s].
-        inside: which tokens belong to the context [b, s].
-        longest: maximum number of tokens of an answer.
+        start: the logits of the answer's first token, [b, s].
+        end: the logits of the answer's last token, [b, s].
+        inside: True for the tokens that belong to the context, [b, s].
+        longest: the maximum number of tokens in an answer.
     """
     size = start.shape[1]
     scores = start[:, :, None] + end[:, None, :]
@@ -246,7 +247,7 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the position of each token of a window in the context; ``_NOWHERE`` for other tokens."""
+    """Return the position in the context of each token of a window, or ``_NOWHERE`` for other tokens."""
     kinds = tokens.sequence_ids(window)
     return [place if kind == 1 else _NOWHERE for place, kind in zip(offsets, kinds, strict=True)]
 
@@ -259,7 +260,7 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer if the window contains the whole answer."""
+    """Return the first and last token of the first true answer if it lies entirely in the window."""
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -292,9 +293,8 @@ def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[s
 def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
         raise UsageError(
-            f"the answer {text!r} to {question!r}",
-            "text that occurs in the context at the given position",
-            "Correct the row.",
+            f"the answer {text!r} to {question!r} does not occur in the context at the given position. "
+            "Correct the row."
         )
 
 
@@ -314,7 +314,6 @@ def _are(kind: type, given: Any) -> bool:
 
 def _unreadable(given: Any, question: str) -> UsageError:
     return UsageError(
-        f"the answers {given!r} to {question!r}",
-        'the SQuAD form, {"text": ["Rome"], "answer_start": [17]}, or a single string',
-        "Correct the row.",
+        f"the answers {given!r} to {question!r} must have the SQuAD form, "
+        '{"text": ["Rome"], "answer_start": [17]}, or be a single string. Correct the row.'
     )

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Seq2Seq(Task):
     """Fine-tune an ``AutoModelForSeq2SeqLM``.
 
-    Columns: a source and a target; ``translation.en`` selects ``en`` in a column with both languages.
-    Metrics: with ``--predict-with-generate``, exact match and ROUGE-L of generated texts.
+    The columns are a source and a target; ``translation.en`` selects ``en`` in a column that contains both
+    languages. The metrics, which require ``--predict-with-generate``, are exact match and ROUGE-L of the
+    generated texts.
     """
 
     name = "seq2seq"
@@ -50,12 +51,11 @@ class Seq2Seq(Task):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject --num-beams if no outputs are generated."""
+        """Reject --num-beams if no texts are generated."""
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
-                "--num-beams without --predict-with-generate",
-                "both flags, because beams are used only for generated outputs",
-                "Add --predict-with-generate, or remove --num-beams.",
+                "--num-beams requires --predict-with-generate, because beams are used only for generated "
+                "outputs. Add --predict-with-generate, or remove --num-beams."
             )
 
     @functools.cached_property

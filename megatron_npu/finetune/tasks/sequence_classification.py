@@ -30,9 +30,9 @@ _PAIRS = (
 class SequenceClassification(Task):
     """Fine-tune an ``AutoModelForSequenceClassification``.
 
-    Columns: a text, optionally a second one, and a label: a class number or name, or a number to predict.
-    Metrics: accuracy, F1 and Matthews' correlation; for regression, Pearson's and Spearman's correlation;
-    for GLUE tasks, GLUE's metrics.
+    The columns are a text, optionally a second text, and a label, which is a class number, a class name, or a
+    number to predict. The metrics are accuracy, F1 and Matthews' correlation; for regression, Pearson's and
+    Spearman's correlation; and for GLUE tasks, the metrics of GLUE.
     """
 
     name = "sequence_classification"
@@ -74,7 +74,7 @@ class SequenceClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has the text, or both texts."""
+        """Check that every row has a text, or both texts if there is a second text column."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
@@ -98,7 +98,7 @@ class SequenceClassification(Task):
         return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch padded to its longest example."""
+        """Return a batch padded to the length of its longest example."""
         kind = torch.float32 if self.labels.regression else torch.int64
         batch = self.padded(examples, numbers=("labels",))
         batch["labels"] = batch["labels"].to(kind)
@@ -144,9 +144,7 @@ def columns_of_texts(
     said = [pair for pair in said if pair[0] != "label"]
     given = dict(said)
     if "pair" in given and "text" not in given:
-        raise UsageError(
-            "--columns pair=… without text=…", "text=… as well", "Also name the column of the first text."
-        )
+        raise UsageError("--columns pair=… requires text=… as well. Also name the column of the first text.")
     both = next((two for two in _PAIRS if {*two} <= {*there["train"]} and label not in two), None)
     if both is not None and not given:
         said = list(zip(("text", "pair"), both, strict=True))
@@ -154,9 +152,8 @@ def columns_of_texts(
     found = columns.find(there, {"text": usual, "pair": ()}, said)
     if label in found.values():
         raise UsageError(
-            f"the column {label!r} is used both as the text and as its label",
-            "separate columns",
-            "Correct --columns.",
+            f"the column {label!r} is used both as the text and as its label, but they must be separate "
+            "columns. Correct --columns."
         )
     return found["text"], found.get("pair")
 

@@ -1,4 +1,4 @@
-"""Code shared by all tasks: loading of data and models, and evaluations that count each example once."""
+"""Code shared by all tasks: loading data and models, and evaluations that count each example once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
 
 
 class Task(Declaration):
-    """The methods of a ``Finetuner``, except for those specific to a task.
+    """The methods of a ``Finetuner`` that are not specific to a task.
 
     A task defines how rows become examples (``encoded``), how examples become a batch (``collate``) and what
     is computed from the model's outputs (``run_compute_metrics``).
@@ -107,7 +107,7 @@ class Task(Declaration):
         return found
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns that exist in all splits and need a value in each row."""
+        """Return the columns that exist in all splits and must have a value in each row."""
         return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
@@ -141,10 +141,9 @@ class Task(Declaration):
                 if kind.head is not None and pretrained.has_head(config, kind.head)
             ]
             raise UsageError(
-                f"--task {self.name} with {name}, a {config.model_type}",
-                "a task for which Transformers has a head for this model: "
-                f"{', '.join(fitting) or 'there is none'}",
-                "Use another task or another model.",
+                f"--task {self.name} does not support {name}, a {config.model_type}; the tasks for which "
+                f"Transformers has a head for this model are: {', '.join(fitting) or 'none'}. Use another "
+                "task or another model."
             )
 
     def own_labels(self) -> tuple[str, ...]:
@@ -202,7 +201,7 @@ class Task(Declaration):
         return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
-        """Return the examples of each split (None if it is missing), and the collate function."""
+        """Return the examples of each split (None if the split is missing), and the collate function."""
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
@@ -241,9 +240,9 @@ class Task(Declaration):
         """
         if not self.tokenizer.is_fast:
             raise UsageError(
-                f"the tokenizer of {self.args.pretrained_model_name_or_path} is not a fast tokenizer",
-                "a fast tokenizer, which returns the position of each token",
-                "Use a model with a tokenizer.json.",
+                f"the tokenizer of {self.args.pretrained_model_name_or_path} is not a fast tokenizer, but "
+                "this task requires one, because it returns the position of each token. Use a model with a "
+                "tokenizer.json."
             )
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
@@ -257,16 +256,16 @@ class Task(Declaration):
         read: Callable[[Batch, Any], Mapping[str, Tensor]],
         forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the values read from every example on all ranks, each once and in order.
+        """Return the values that ``read`` extracts from the examples of all ranks, each once and in order.
 
-        Ranks process an example twice if the total cannot be divided evenly.
+        If the examples cannot be divided evenly among the ranks, some examples are processed twice.
 
         Args:
             model: a list with the model.
             batches: batches of this rank.
-            read: creates rows from a batch and its outputs: tensors [b] or [b, n] by name, padded with -100
-                if n differs between batches.
-            forward: returns the outputs; by default the model is called with the batch.
+            read: a function that creates rows from a batch and its outputs: tensors [b] or [b, n] by name,
+                padded with -100 if n differs between batches.
+            forward: a function that returns the outputs; by default, the model is called with the batch.
         """
         found: dict[str, Rows] = collections.defaultdict(lambda: Rows(IGNORED))
         for batch in batches:
@@ -290,7 +289,7 @@ def _be_quiet() -> None:
 
 
 def _draw_no_bars() -> None:
-    """Disable the libraries' progress bars: in a log file each of their steps is a line."""
+    """Disable the libraries' progress bars, because in a log file, each update is a separate line."""
     import datasets
     import transformers
 
@@ -299,7 +298,7 @@ def _draw_no_bars() -> None:
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return those values of a batch that the model takes as inputs."""
+    """Return the values of a batch that the model accepts as inputs."""
     return {name: value for name, value in batch.items() if name != EXAMPLE}
 
 

@@ -1,4 +1,4 @@
-"""``--task token_classification``: predict a tag per word, such as names of persons and places."""
+"""Implementation of ``--task token_classification``, which predicts a tag for each word."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from megatron_npu.finetune.tasks.task import Batch, Task, label_losses, mean_los
 class TokenClassification(Task):
     """Fine-tune an ``AutoModelForTokenClassification``.
 
-    Columns: a list of words and a list of tags, as numbers or names. The first token of a word has its tag,
-    the others none. Metrics: accuracy over words; precision, recall and F1 over entities if tags look like
-    ``B-PER``, ``I-PER``, ``O``.
+    The columns are a list of words and a list of tags, such as the kinds of names in a text; tags are numbers
+    or names. The first token of a word carries the word's tag, and its other tokens have no tag. The metrics
+    are the accuracy over words and, for entities, precision, recall and F1 if the tags look like ``B-PER``,
+    ``I-PER``, ``O``.
     """
 
     name = "token_classification"
@@ -101,7 +102,7 @@ def _encode(
 
 
 def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
-    """Return the label of each token: the word's label for its first token, otherwise none."""
+    """Return the label of each token: that of the word for its first token, and no label for other tokens."""
     return [
         IGNORED if word is None or word == before else int(labels.number(tags[word]))
         for before, word in zip([None, *words], words, strict=False)

@@ -151,23 +151,22 @@ class Sampler:
         self._require_known(text)
         if len(text) > self.positions + 1:
             raise UsageError(
-                f"the text has {len(text)} tokens",
-                f"at most {self.positions + 1}: the model has {self.positions} positions",
-                "Shorten the text.",
+                f"the text has {len(text)} tokens, but it must have at most {self.positions + 1}, because "
+                f"the model has {self.positions} positions",
+                remedy="Shorten the text.",
             )
 
     def _require_known(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise UsageError(
-                "the prompt is empty",
-                "at least one token",
-                "To generate unconditional text, start with the end-of-text token.",
+                "the prompt is empty, but it must have at least one token",
+                remedy="To generate unconditional text, start with the end-of-text token.",
             )
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             raise UsageError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}",
-                f"ids from 0 to {self.vocabulary - 1}, the model's vocabulary",
-                "Use the tokenizer that the model was trained with.",
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}, but ids must be from 0 to "
+                f"{self.vocabulary - 1}, the model's vocabulary",
+                remedy="Use the tokenizer that the model was trained with.",
             )
 
     def check(self, prompt: Sequence[int]) -> None:
@@ -179,9 +178,9 @@ class Sampler:
         self._require_known(prompt)
         if len(prompt) >= self.positions:
             raise UsageError(
-                f"the prompt has {len(prompt)} tokens",
-                f"at most {self.positions - 1}: the model has {self.positions} positions",
-                "Shorten the prompt.",
+                f"the prompt has {len(prompt)} tokens, but it must have at most {self.positions - 1}, "
+                f"because the model has {self.positions} positions",
+                remedy="Shorten the prompt.",
             )
 
 

@@ -27,7 +27,6 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 def not_numbers() -> UsageError:
     """Return the error for logits that are NaN or infinite."""
     return UsageError(
-        "the model's logits are NaN or infinite",
-        "finite logits: a model whose training did not diverge, computed in sufficient precision",
-        "Load an earlier checkpoint, or compute in another precision.",
+        "the model's logits are NaN or infinite, because the training diverged or the precision is too low",
+        remedy="Load an earlier checkpoint, or compute in another precision.",
     )

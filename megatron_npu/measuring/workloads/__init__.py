@@ -1,1 +1,1 @@
-"""Workloads: functions that take a ``Job`` and a ``Meter``, train, and return the number of parameters."""
+"""Workloads, which take a ``Job`` and a ``Meter``, train, and return the number of parameters."""

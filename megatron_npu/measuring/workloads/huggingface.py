@@ -1,4 +1,4 @@
-"""Hugging Face's BERT with the switches of ``megatron-npu train``, on random tokens."""
+"""Train Hugging Face's BERT with the switches of ``megatron-npu train`` on random tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 def bert_pretraining(job: Job, meter: Meter) -> int:
-    """Train on masked words and next sentences; return the number of parameters."""
+    """Train on masked words and next sentences, and return the number of parameters."""
     from transformers import BertConfig, BertForPreTraining
 
     def batch() -> Batch:
@@ -41,7 +41,7 @@ def bert_pretraining(job: Job, meter: Meter) -> int:
 
 
 def bert_finetuning(job: Job, meter: Meter) -> int:
-    """Train sentence classification; return the number of parameters."""
+    """Train sentence classification, and return the number of parameters."""
     from transformers import BertConfig, BertForSequenceClassification
 
     def batch() -> Batch:
@@ -55,7 +55,7 @@ def bert_finetuning(job: Job, meter: Meter) -> int:
 
 
 def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callable[[], Batch]) -> int:
-    """Train with equal weights but different tokens on each rank; return the number of parameters."""
+    """Train with equal weights but different tokens on each rank, and return the number of parameters."""
     rank, device = int(os.environ["RANK"]), devices.current()
     device.set_current(int(os.environ["LOCAL_RANK"]))
     engine.join(Namespace(world_size=job.ranks, distributed_timeout_minutes=10))
@@ -89,11 +89,11 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Raise an error if torch.compile has compiled nothing, which it does not report."""
+    """Raise an error if torch.compile has compiled nothing, because torch does not report this."""
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:
-        raise RuntimeError("nothing was compiled")
+        raise RuntimeError("torch.compile did not compile anything")
 
 
 def _bert(job: Job, config: Callable[..., object], **options: int) -> object:

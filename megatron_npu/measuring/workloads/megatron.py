@@ -1,4 +1,7 @@
-"""Megatron's GPT with the built-in trainer on random tokens: tensor, pipeline, data parallel and sharded."""
+"""Train Megatron's GPT with the built-in trainer on random tokens.
+
+The layouts use tensor, pipeline and data parallelism, and sharding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ PAD = 128  # the vocabulary is the same for every tensor-parallel size
 
 
 def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train; return the number of parameters of the whole model."""
+    """Train, and return the number of parameters of the whole model."""
     initialize.silence_known_warnings()
     plugin.install()
     import megatron.core.models.gpt  # so that its import is no part of the memory that is measured
@@ -51,7 +54,7 @@ def flags(job: Job) -> list[str]:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the row's switches, under the document's names."""
+    """Return the switches of the row, under the document's names."""
     scheme = job.scheme
     words = [f"--{job.mixed_precision}"] if scheme.mixed else []
     if scheme.sharding != "none":

@@ -1,8 +1,8 @@
 """Activation functions of the MLP, fused with the bias of the preceding layer: GELU, SwiGLU and GEGLU.
 
 No implementation saves more than its inputs for the backward pass. ``native`` is used on cpu, and on cuda if
-there is no Triton kernel; ``cpu`` holds faster implementations for processors, and ``npu`` the NPU kernels;
-``reference`` defines the expected results.
+there is no Triton kernel; ``cpu`` contains faster implementations for CPUs, ``npu`` contains the NPU kernels,
+and ``reference`` defines the expected results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
         input: ``[..., h]``, fp32, bf16 or fp16.
         bias: ``[h]``, or None.
 
-    Upstream trains with the tanh form; the exact (erf) form would change the model silently.
+    Upstream trains with the tanh form; the exact (erf) form would change the model without any error.
     """
     return reference.bias_gelu(input, bias)
 

@@ -1,4 +1,4 @@
-"""GELU after a bias on the CPU: computes the value and the derivative from one exponential, in row tiles."""
+"""GELU after a bias on the CPU, which computes the value and the derivative from one exponential."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _NOTE = "one Triton kernel per direction⁶, else {}"
 
 def _beyond(input: Tensor, bias: Tensor | None) -> str | None:
     if not input.dim():
-        return "the input has no dimension"
+        return "the input has no dimensions"
     if bias is not None and bias.shape != input.shape[-1:]:
         return f"the bias {tuple(bias.shape)} does not match the last dimension of {tuple(input.shape)}"
     return None
@@ -30,7 +30,7 @@ def _bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
 def _beyond_halves(input: Tensor, bias: Tensor | None) -> str | None:
     reason = _beyond(input, bias)
     return (
-        f"{input.size(-1)} columns cannot be split into halves"
+        f"{input.size(-1)} columns cannot be split into two halves"
         if reason is None and input.size(-1) % 2
         else reason
     )

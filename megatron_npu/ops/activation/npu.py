@@ -84,7 +84,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def _beyond_swiglu(input: Tensor, bias: Tensor | None) -> str | None:
     if input.dim() > 8:
-        return f"npu_swiglu supports at most 8 dimensions, not {input.dim()}"
+        return f"npu_swiglu supports at most 8 dimensions, but the input has {input.dim()}"
     return unsupported_dtype("npu_swiglu", input.dtype)
 
 

@@ -95,7 +95,7 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Same as ``plan_call``, but from shapes in the layout of ``spec``, dtype and available packages."""
+    """Return the same as ``plan_call``, but from shapes in the layout of ``spec``, dtype and packages."""
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -106,7 +106,7 @@ def choose(
     if not spec.packed and (spec.masked or _is_simple(spec.segments[0])):
         return CudaCall(Kernel.SDPA)
     if spec.dropout_p:
-        return Unsupported("dropout with a window or packed sequences needs flash-attn")
+        return Unsupported("dropout with a window or packed sequences requires flash-attn")
     if sizes[0] != sizes[2] or sizes[0] not in _FLEX_SIZES:
         return Unsupported(f"FlexAttention does not support head sizes {sizes[0]} and {sizes[2]}")
     return CudaCall(Kernel.FLEX)
@@ -140,7 +140,7 @@ def _is_simple(segment: Segment) -> bool:
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the call of flash-attn, or None if it is not supported; ``sizes`` holds the head sizes."""
+    """Return the call of flash-attn, or None if it is not supported; ``sizes`` are the head sizes."""
     window = window_from_end(spec.segments)
     if window is None or any(limit is not None and limit < 0 for limit in window):
         return None

@@ -36,7 +36,7 @@ class NpuCall:
         input_layout: SBH, BSH, BSND, BNSD or TND; SBND is passed as SBH, which has the same memory layout.
         sparse_mode: 0 none, 1 full mask, 2 causal from the top left, 3 from the bottom right, 4 band.
         pre_tockens: with the band, window_left counted from the diagonal that ends at the bottom right.
-        next_tockens: likewise, window_right.
+        next_tockens: with the band, window_right counted from the same diagonal.
         inner_precise: 2 makes the operation check for queries that see no key, and return zeros for them.
         cu_seqlens: for TND, the end of each sequence, for queries and for keys, counted from the first token.
     """
@@ -63,7 +63,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """Same as ``plan_call``, but from the shapes and the dtype."""
+    """Return the same as ``plan_call``, but from the shapes and the dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode
@@ -112,8 +112,8 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
         queries, keys = s.q1 - s.q0, s.k1 - s.k0
         if not _band_meets(left, right, queries, keys):
             return Unsupported(
-                f"a band of {left} tokens before and {right} after the end, for {queries}×{keys} pairs, is "
-                "not supported"
+                f"a band of {left} tokens before and {right} after the end is not supported for "
+                f"{queries}×{keys} pairs"
             )
     return BAND, left, right
 
@@ -132,7 +132,7 @@ def _limits(
     if reason := unsupported_dtype("npu_fusion_attention", dtype):
         return reason
     if key != value:
-        return f"keys {tuple(key)} and values {tuple(value)} have different shapes"
+        return f"keys and values must have the same shape, but got {tuple(key)} and {tuple(value)}"
     batch, heads, queries, size = bnsd_shape(query, spec.layout, spec.heads)
     keys = bnsd_shape(key, spec.layout, spec.key_heads)[2]
     for what, number, largest in (
@@ -143,7 +143,7 @@ def _limits(
         ("head size", size, 768),
     ):
         if not 1 <= number <= largest:
-            return f"{what} {number} is outside the supported 1 to {largest}"
+            return f"the {what} {number} is outside the supported range from 1 to {largest}"
     return None
 
 
@@ -151,7 +151,7 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
     if not spec.packed:
         return None
     if len(spec.segments) > _K:
-        return f"{len(spec.segments)} packed sequences exceed the supported {_K}"
+        return f"{len(spec.segments)} packed sequences exceed the supported maximum of {_K}"
     if any(s.has_fully_masked_rows() for s in spec.segments):
         return "some packed queries see no key"
     return None
@@ -239,7 +239,7 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
     Args:
         call: the call that the mask is for.
-        query: in the layout of the call.
+        query: the query in the layout of the call.
         spec: the requested attention.
         mask: the caller's mask, with four dimensions.
     """

@@ -22,10 +22,8 @@ def unfused(
     """Return softmax(q·kᵀ·scale + mask)·v, contiguous. Memory grows with queries × keys of a segment.
 
     Args:
-        query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype. Scores and softmax
-            are fp32 (fp64 stays fp64).
-        key: see ``query``.
-        value: see ``query``.
+        query, key, value: tensors in the layout of ``spec`` with any float dtype. Scores and softmax are fp32
+            (fp64 stays fp64).
         spec: the call.
         mask: broadcastable to ``[b, n, sq, sk]``, four dimensions, True where masked; None means no mask.
         sink: ``[n]``, one extra score per head, without a value; None means no sink.

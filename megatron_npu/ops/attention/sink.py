@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Same as ``reference.unfused``, with ``sink`` ``[n]`` among the scores of each query."""
+    """Return the same as ``reference.unfused``, with ``sink`` ``[n]`` among the scores of each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -93,13 +93,13 @@ class _Absorbed(torch.autograd.Function):
 def _beyond_blocks(*arguments: Any) -> str | None:
     _, key, value, _, spec, mask = arguments
     if mask is not None:
-        return "a sink together with a mask is not supported"
+        return "a sink cannot be combined with a mask"
     if any(segment.has_fully_masked_rows() for segment in spec.segments):
-        return "a sink with queries that see no key is not supported"
+        return "a sink cannot be combined with queries that see no key"
     if bnsd_shape(key.shape, spec.layout, spec.key_heads) != bnsd_shape(
         value.shape, spec.layout, spec.key_heads
     ):
-        return "a sink with keys and values of different head sizes is not supported"
+        return "a sink cannot be combined with keys and values of different head sizes"
     return None
 
 
@@ -119,7 +119,7 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """Same as ``npu.plan_call``: the operation accepts a sink in every call that it supports."""
+    """Return the same as ``npu.plan_call``: the operation accepts a sink in every call that it supports."""
     return npu.plan_call(query, key, value, spec, mask)
 
 

@@ -1,8 +1,8 @@
-"""Compiled CPU kernels that need one pass over memory for what takes torch several.
+"""Compiled CPU kernels that make one pass over memory where torch makes several.
 
 ``kernels.cpp`` contains them; ``products`` covers matmuls and ``attention`` whole attention calls.
 ``building`` compiles the kernels if g++ is installed, and ``abi`` calls the kernels and checks their
-arguments. The functions here may be called if ``usable`` is true; otherwise, and with
+arguments. The functions here may be called if ``usable`` returns True; otherwise, and with
 ``MEGATRON_NPU_COMPILED=0``, operations use torch's own functions. Results differ only by rounding.
 """
 
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return whether the kernels support these tensors: all fp32 or all bf16, contiguous, on a CPU."""
+    """Return True if the kernels support these tensors: all fp32 or all bf16, contiguous, on a CPU."""
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
@@ -115,8 +115,8 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept 
     Args:
         scores: ``[..., m]``, fp32, usable.
         weights: like ``scores``, or ``scores`` itself; None if they are not needed.
-        rounded: of the same shape, bf16, usable.
-        kept: which values ``rounded`` keeps; the others are set to 0. None means all.
+        rounded: a tensor of the same shape, bf16, usable.
+        kept: the values that ``rounded`` keeps; the others are set to 0. None means all values.
     """
     abi.softmax(scores, weights, rounded, *_EVERYTHING if kept is None else kept)
 
@@ -136,11 +136,12 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
     """Add ``factor · part`` to ``total``, in one pass even for an fp32 total and a bf16 part.
 
-    torch would first copy a part of another dtype. torch adds the tensors that the kernel does not support.
+    torch would first copy a part whose dtype differs. Tensors that the kernel does not support are added by
+    torch.
 
     Args:
         total: any float tensor; changed in place.
-        part: of the same shape.
+        part: a tensor of the same shape.
     """
     if not _takes(total, part):
         total.add_(part, alpha=factor)

@@ -1,11 +1,11 @@
-"""Interface to the compiled kernels: their only caller, which checks each kernel's arguments.
+"""Interface to the compiled kernels, which are called only here; each kernel's arguments are checked.
 
-A kernel gets addresses and sizes and cannot check them. So each tensor's memory, dtype, shape and strides are
-checked here, and tensors that a kernel would misread or write past raise an error. Callers avoid these errors
-with ``usable`` and similar functions, and leave other tensors to torch.
+A kernel receives addresses and sizes and cannot check them. Therefore, the memory, dtype, shape and strides
+of each tensor are checked here, and tensors that a kernel would misread or write past raise an error. Callers
+avoid these errors with ``usable`` and similar functions, and leave other tensors to torch.
 
-Each function is named after its kernel, without the dtype or arithmetic it was compiled for. An exception
-inside a kernel is returned as a status and raised again here.
+Each function is named after its kernel, without the dtype or arithmetic for which it was compiled. An
+exception inside a kernel is returned as a status and raised again here.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 class Weighting(NamedTuple):
     """How weights are computed: ``gain · kept(softmax(scale · query · keyᵀ))``.
 
-    Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one.
+    Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one key.
 
     Attributes:
-        begin: first key that the first query sees; None means no left limit.
-        end: end of the keys that the first query sees; None means no right limit.
-        repeats: number of rows per query, one for each of its heads.
-        scale: factor applied to the scores.
-        seed: seed of the dropout, 64 bits.
-        keep: how many of 65,536 weights are kept; 65,536 means no dropout.
-        gain: factor for the kept weights.
+        begin: the first key that the first query sees; None means no left limit.
+        end: the end of the keys that the first query sees; None means no right limit.
+        repeats: the number of rows per query, one for each of its heads.
+        scale: the factor applied to the scores.
+        seed: the seed of the dropout, 64 bits.
+        keep: the number of weights in 65,536 that are kept; 65,536 means no dropout.
+        gain: the factor for the kept weights.
     """
 
     begin: int | None
@@ -104,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return True if elements share memory, or may; such a tensor, such as an expanded one, is read-only."""
+    """Return True if elements share memory, or may share it; such a tensor (an expanded one) is read-only."""
     if tensor.is_contiguous():
         return False
     extent = 1
@@ -291,7 +291,7 @@ def exponentials_of_product(
     sums: Tensor,
     arithmetic: str,
 ) -> None:
-    """Call the kernel with operands as in ``add_product``, and a bf16 output ``[n, k]``.
+    """Call the kernel with the operands of ``add_product``, and a bf16 output ``[n, k]``.
 
     The bias is ``[k]`` and the other tensors are ``[n]``, all in fp32.
     """
@@ -369,8 +369,8 @@ def _call_of(factors: tuple[Tensor, Tensor, Tensor], weighting: Weighting, dtype
     repeats, keep = weighting.repeats, weighting.keep
     if repeats < 1 or rows % repeats or not 1 <= keep <= LEVELS or max(abs(begin), abs(end)) > _FURTHEST:
         raise ValueError(
-            f"attention with {rows} rows needs repeats that divide them, a keep from 1 to {LEVELS}, and "
-            f"limits of at most {_FURTHEST} keys, given {weighting}"
+            f"attention with {rows} rows requires repeats that divide them, a keep from 1 to {LEVELS}, and "
+            f"limits of at most {_FURTHEST} keys, but got {weighting}"
         )
     return _Call(
         _rows("query", query, dtype, (heads, rows, size)),
@@ -397,7 +397,7 @@ def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor; raise an error unless its dtype and shape are as given."""
+    """Return the address of a contiguous tensor; raise an error unless it has the given dtype and shape."""
     # what ``is_plain`` asks is here once more: calls of small tensors are the time of such questions
     if tensor.dtype is dtype and tensor.shape == shape and type(tensor) in _PLAIN and tensor.is_cpu:
         address = tensor.data_ptr()
@@ -411,7 +411,7 @@ def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 def _strided(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
 ) -> int:
-    """Return the address of a tensor of any strides; if it is written to, no two elements share memory."""
+    """Return the address of a tensor with any strides; if it is written to, no two elements share memory."""
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
         _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
     if written and overlaps(tensor):
@@ -426,7 +426,7 @@ def _bits(bits: Tensor | None, most: int, count: int) -> tuple[int | None, int]:
     if bits is None:
         return None, 0
     if not -(1 << 15) <= most < 1 << 15:
-        raise ValueError(f"the dropout threshold must be an int16 value, given {most}")
+        raise ValueError(f"the dropout threshold must be an int16 value, but got {most}")
     _check(
         bits.dim() == 1 and 4 * bits.numel() >= count,
         "bits",
@@ -447,7 +447,7 @@ def _rows_of(tensor: Tensor) -> int:
 
 def _name_of(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
-        raise ValueError(f"compiled kernels support torch.float32 and torch.bfloat16, given {dtype}")
+        raise ValueError(f"compiled kernels support only torch.float32 and torch.bfloat16, but got {dtype}")
     return _NAMES[dtype]
 
 
@@ -465,8 +465,8 @@ def _refuse(what: str, tensor: Tensor, expected: str) -> None:
     if tensor.layout is torch.strided:
         found += f" with strides {tensor.stride()}"
     raise ValueError(
-        f"a compiled kernel expects as its {what} {expected}, given {type(tensor).__name__} {found}; call "
-        "the operation in megatron_npu.ops instead, which falls back to torch for calls that no kernel "
+        f"a compiled kernel requires {expected} as its {what}, but got {type(tensor).__name__} {found}; "
+        "call the operation in megatron_npu.ops instead, which falls back to torch for calls that no kernel "
         "supports"
     )
 
@@ -487,7 +487,9 @@ def _call(name: str, *arguments: object) -> None:
     if status == _NO_MEMORY:
         raise MemoryError(f"the compiled kernel {name} ran out of memory; use a smaller batch")
     if status:
-        raise RuntimeError(f"the compiled kernel {name} failed, status {status}; its results are incomplete")
+        raise RuntimeError(
+            f"the compiled kernel {name} failed with status {status}; its results are incomplete"
+        )
 
 
 @functools.lru_cache(maxsize=2)
@@ -501,8 +503,8 @@ def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
         size = getattr(loaded, name, lambda: 0)()
         if size != ctypes.sizeof(own):
             raise RuntimeError(
-                f"{loaded._name} was not compiled from this version's kernels: {name}() is {size}, expected "
-                f"{ctypes.sizeof(own)}; delete the file to have it compiled again"
+                f"{loaded._name} was not compiled from this version's kernels: {name}() returns {size} "
+                f"instead of {ctypes.sizeof(own)}; delete the file to have it compiled again"
             )
     kernels: dict[str, Callable[..., int]] = {}
     for family, (variants, arguments) in _KERNELS.items():

@@ -58,11 +58,11 @@ def backward(
     """Write the gradients of queries, keys and values.
 
     Args:
-        factors: as in ``forward``.
-        weighting: as in ``forward``.
-        result: output and normalizer that ``forward`` wrote.
-        grad: gradient of the output.
-        gradients: tensors to write to, with the shapes and dtype of the factors.
+        factors: see ``forward``.
+        weighting: see ``forward``.
+        result: the output and normalizer that ``forward`` wrote.
+        grad: the gradient of the output.
+        gradients: the tensors to write to, with the shapes and dtype of the factors.
     """
     arithmetic = products.name_of_arithmetic(factors.query.dtype)
     abi.attention_backward(factors, weighting, result, grad, gradients, arithmetic)

@@ -32,7 +32,7 @@ def library() -> ctypes.CDLL | None:
     """Return the kernels, or None if they are disabled or unavailable; the reason is logged.
 
     Raises:
-        FallbackForbiddenError: the kernels are unavailable, and strict mode is on.
+        FallbackForbiddenError: the kernels are unavailable, and strict mode is enabled.
     """
     if not settings.COMPILED.enabled():
         return None
@@ -90,15 +90,15 @@ def _openmp() -> Path:
     found = _file_of(torch[0], "GOMP_parallel") if torch else ""
     if "gomp" not in Path(found).name:
         raise UsageError(
-            f"torch uses threads from {found or 'an unknown library'} instead of libgomp",
-            "a torch that is linked to libgomp, like its Linux wheels",
-            f"Install such a torch, or {_WITHOUT}",
+            "torch must be linked to libgomp, like its Linux wheels, but it uses threads from "
+            f"{found or 'an unknown library'}",
+            remedy=f"Install such a torch, or {_WITHOUT}",
         )
     return Path(found)
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file from which a library, or one that it links to, gets a function, or an empty string."""
+    """Return the file that provides a function to a library or a library that it links to; may be empty."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

@@ -46,9 +46,9 @@ def has_kernel() -> bool:
 def _arithmetic() -> Arithmetic | None:
     """Return this processor's fastest bf16 arithmetic without AMX, or None if oneDNN is faster.
 
-    Without an instruction for bf16 (Xeons up to Ice Lake) oneDNN widens values repeatedly: 27 GFLOPS,
+    Without an instruction for bf16 (Xeons up to Ice Lake), oneDNN widens values repeatedly: 27 GFLOPS,
     compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
-    hypervisor hides that, an AVX-512 instruction remains, at half the rate of fp32: 190 and 310 GFLOPS (two
+    hypervisor hides AMX, an AVX-512 instruction remains, at half the rate of fp32: 190 and 310 GFLOPS (two
     cores, torch 2.13). AMD's processors, and Cooper Lake, run that instruction at twice the fp32 rate.
     """
     return arithmetic_of(_processor())

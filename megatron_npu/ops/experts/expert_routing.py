@@ -26,13 +26,14 @@ class Routing(NamedTuple):
     """Settings that determine how experts are chosen.
 
     Attributes:
-        topk: experts per token.
+        topk: the number of experts per token.
         score: "softmax", "sigmoid" or "sqrtsoftplus"; weights of the last two are normalized to sum to 1,
             unless a token has only one expert.
-        before: whether softmax runs over all experts before the choice, or over the chosen ones after it.
+        before: whether softmax is computed over all experts before the choice, or over the chosen experts
+            after it.
         groups, chosen_groups: experts are split into consecutive groups and chosen only from the groups whose
             best ``topk // chosen_groups`` experts have the largest sums. 0 means no groups.
-        scale: factor applied to the weights.
+        scale: the factor applied to the weights.
     """
 
     topk: int
@@ -78,14 +79,14 @@ def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[T
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
-        topk: experts per token.
-        score: as in ``Routing``.
+        topk: the number of experts per token.
+        score: see ``Routing``.
 
     Returns:
         ``[t, e]`` in fp32 (or wider), and ``[t, e]`` bool.
 
     Raises:
-        ValueError: as in ``route_tokens``.
+        ValueError: see ``route_tokens``.
     """
     _check(logits, topk, score)
     return _scores(logits, topk, score)
@@ -104,10 +105,11 @@ def balancing_loss(scores: Tensor, tokens_per_expert: Tensor, factor: float | Te
 
 def _check(logits: Tensor, topk: int, score: str) -> None:
     if score not in ("softmax", *_ELEMENTWISE):
-        raise ValueError(f"score is {score!r}; expected softmax, sigmoid or sqrtsoftplus")
+        raise ValueError(f"score must be softmax, sigmoid or sqrtsoftplus, but got {score!r}")
     if logits.dim() != 2 or not 0 < topk <= logits.size(1):
         raise ValueError(
-            f"logits must be [t, e] with 1 to e experts per token, given {tuple(logits.shape)}, {topk}"
+            "logits must have shape [t, e] and topk must be from 1 to e, but got shape "
+            f"{tuple(logits.shape)} and topk={topk}"
         )
 
 

@@ -31,12 +31,13 @@ def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if input.dim() != 2 or weight.dim() != 3 or input.size(1) != weight.size(1):
         raise ValueError(
-            f"input and weight must be [t, k] and [e, k, n], given {tuple(input.shape)}, "
+            f"input and weight must have the shapes [t, k] and [e, k, n], but got {tuple(input.shape)} and "
             f"{tuple(weight.shape)}"
         )
     if counts.shape != weight.shape[:1]:
         raise ValueError(
-            f"{weight.size(0)} experts need the same number of counts, given {tuple(counts.shape)}"
+            f"counts must have one entry for each of the {weight.size(0)} experts, but its shape is "
+            f"{tuple(counts.shape)}"
         )
     return _GroupedMatmul.apply(input, weight, counts)
 
@@ -67,8 +68,8 @@ def grouped_linear(
     if len(weights) != len(counts) or input.dim() != 2 or {w.size(-1) for w in weights} != {input.size(1)}:
         shapes = [tuple(weight.shape) for weight in weights]
         raise ValueError(
-            f"the input must be [t, i] with one [o, i] weight for each of {len(counts)} experts, given "
-            f"{tuple(input.shape)}, {shapes}"
+            f"the input must have shape [t, i], with one weight [o, i] for each of {len(counts)} experts, "
+            f"but got {tuple(input.shape)} and {shapes}"
         )
     output = _GroupedLinear.apply(input, counts, *weights)
     if biases is None:
@@ -156,9 +157,12 @@ def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
     if not isinstance(other, Tensor):
         return None
     if rows.dtype is not torch.bfloat16:
-        return f"torch's grouped_mm on cuda supports bf16, not {rows.dtype}"
+        return f"torch's grouped_mm on cuda supports only bf16, but the rows are {rows.dtype}"
     if rows.size(1) % 8 or other.size(-1) % 8:
-        return f"torch's grouped_mm supports sizes in multiples of 8, not {rows.size(1)} and {other.size(-1)}"
+        return (
+            f"torch's grouped_mm supports only sizes that are multiples of 8, but got {rows.size(1)} "
+            f"and {other.size(-1)}"
+        )
     return None
 
 
@@ -199,9 +203,9 @@ def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
     if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul supports sizes below {_NPU_SIZE}"
     if len(counts) > experts:
-        return f"npu_grouped_matmul supports at most {experts} experts, not {len(counts)}"
+        return f"npu_grouped_matmul supports at most {experts} experts, but got {len(counts)}"
     if not rows.size(0):
-        return "npu_grouped_matmul needs at least one row"
+        return "npu_grouped_matmul requires at least one row"
     return unsupported_dtype("npu_grouped_matmul", rows.dtype)
 
 

@@ -20,13 +20,13 @@ def permute_tokens(
     Args:
         tokens: ``[t, h]``, fp32, bf16 or fp16.
         routing_map: ``[t, e]``, bool, with ``copies`` True values per row, which is not checked.
-        probs: ``[t, e]``, of the dtype of ``tokens`` or fp32; None if not needed.
-        copies: experts per token.
+        probs: ``[t, e]``, of the dtype of ``tokens`` or fp32, or None if they are not needed.
+        copies: the number of experts per token.
 
     Returns:
-        The rows ``[t * copies, h]``; their probabilities ``[t * copies]``, None without ``probs``; and
-        ``positions`` (int32, ``[t * copies]``): the row of a token's k-th copy, experts ascending, is
-        ``positions[token * copies + k]``.
+        The rows ``[t * copies, h]``; their probabilities ``[t * copies]``, or None without ``probs``; and
+        ``positions`` (int32, ``[t * copies]``): the row of a token's k-th copy, with experts in ascending
+        order, is ``positions[token * copies + k]``.
 
     Raises:
         ValueError: the shapes do not match.
@@ -37,8 +37,8 @@ def permute_tokens(
         or not 0 < copies <= routing_map.size(1)
     ):
         raise ValueError(
-            "tokens and routing_map must be [t, h] and [t, e], with 1 to e copies, given "
-            f"{tuple(tokens.shape)}, {tuple(routing_map.shape)}, {copies}"
+            "tokens and routing_map must have the shapes [t, h] and [t, e], with 1 to e copies, but got "
+            f"{tuple(tokens.shape)}, {tuple(routing_map.shape)} and {copies} copies"
         )
     rows, kept, positions = _permute(tokens, routing_map, probs, copies)
     return rows, None if probs is None else kept, positions
@@ -55,9 +55,9 @@ def unpermute_tokens(
 
     Args:
         rows: ``[t * copies, h]``.
-        positions: as ``permute_tokens`` returned them.
+        positions: the positions that ``permute_tokens`` returned.
         tokens: t.
-        probs, routing_map: ``[t, e]``, both or neither.
+        probs, routing_map: ``[t, e]``; either both or neither are given.
 
     Returns:
         ``[t, h]`` in the dtype of ``rows``; sums are in fp32.
@@ -94,7 +94,7 @@ _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute each copy's row: its expert's first row plus the number of earlier tokens with that expert."""
+    """Compute each copy's row: its expert's first row plus the number of that expert's earlier tokens."""
     counted = routing_map.cumsum(0)
     ends = counted[-1:].cumsum(1)
     rows = (counted - 1 + ends - counted[-1:]).masked_select(routing_map)  # by token, experts ascending
@@ -127,7 +127,7 @@ def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copie
     """Return the limit of ``npu_moe_token_permute_with_routing_map`` that the call exceeds, or None."""
     kernel = "npu_moe_token_permute_with_routing_map"
     if copies >= _NPU_COPIES:
-        return f"{kernel} supports fewer than {_NPU_COPIES} experts per token, not {copies}"
+        return f"{kernel} supports fewer than {_NPU_COPIES} experts per token, but got {copies}"
     return unsupported_dtype(kernel, tokens.dtype) or _beyond_probs(kernel, tokens, probs)
 
 

@@ -30,14 +30,14 @@ def linear_cross_entropy(
         weight: ``[v, h]``, this rank's part of the vocabulary, of the dtype of ``hidden``.
         target: ``[...]``, token ids of the whole vocabulary. An id outside it counts as a logit of 0.
         bias: ``[v]``, of the dtype of ``hidden``, or None.
-        vocab_start: id of the first token of this rank's part.
+        vocab_start: the id of the first token of this rank's part.
         group: the tensor-parallel group. If it is None or a group of one, ``weight`` covers the whole
             vocabulary.
         main_grad: ``[v, h]``, a buffer to which the weight's gradient is added block by block; the weight
-            itself then gets none. If None, the weight gets a gradient in its own dtype.
-        recompute: whether backward recomputes the logits; nothing of their size is then saved, at the cost of
-            a third more matmuls. If False, on a cpu the exponentials are saved, in the dtype and size of the
-            logits, which is faster; other devices recompute anyway.
+            itself then gets no gradient. If None, the weight gets a gradient in its own dtype.
+        recompute: whether backward recomputes the logits. If True, nothing of their size is saved, at the
+            cost of a third more matmuls. If False, the exponentials are saved on a cpu, in the dtype and size
+            of the logits, which is faster; other devices recompute anyway.
 
     Returns:
         ``[...]``, fp32. Sums over the vocabulary and over blocks are fp32. The gradient of ``hidden`` is this

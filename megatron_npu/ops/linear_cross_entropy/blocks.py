@@ -1,4 +1,4 @@
-"""Blocks of the vocabulary, which backward recomputes so that nothing of the logits' size is saved."""
+"""Compute the loss in blocks of the vocabulary; backward recomputes them, so that no logits are saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 for fp64 tensors."""
+    """Return the dtype in which sums are computed: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -93,10 +93,10 @@ class Gradients:
     ``rows`` is ``[t, h]``, ``weight`` is ``[v, h]``.
 
     Args:
-        ctx: context of an autograd function whose first arguments are hidden states, weight and bias, with
-            ``main_grad``.
-        factors: ``[t, 1]``, in the dtype of ``rows``: factor for each row of the logits' gradient, already
-            applied to ``rows``; None means no factor.
+        ctx: the context of an autograd function whose first arguments are hidden states, weight and bias,
+            with ``main_grad``.
+        factors: ``[t, 1]``, in the dtype of ``rows``: the factor for each row of the logits' gradient, which
+            is already applied to ``rows``; None means no factor.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """A loss whose forward saves ``e = exp(z - r)``; the probabilities are ``e · exp(r - n)``.
 
     n is the normalizer. The factor is the same for a whole row, so backward applies it to the rows of the
-    operands and results of its matmuls instead of to each logit. At the targets ``e - exp(n - r)`` is stored
+    operands and results of its matmuls instead of to each logit. At the targets, ``e - exp(n - r)`` is stored
     instead of e.
     """
 
@@ -126,7 +126,10 @@ class _Exponentials:
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
-        """Return True if a row's sum is outside the range of the exponentials, or will be at its target."""
+        """Return True if a row's sum is outside the representable range, or will be at its target.
+
+        The range is that of the exponentials.
+        """
         return not bool(((normalizer - self.reference) < _FAR).all())
 
     def _largest(self) -> Tensor:
@@ -146,7 +149,7 @@ def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, 
 
     Args:
         local: ``[t]``, the targets, some of which are in no block.
-        blocks: in order, without gaps.
+        blocks: the blocks in order, without gaps.
     """
     in_order, tokens = local.sort()
     bounds = torch.tensor([*(block.start for block in blocks), blocks[-1].stop], device=local.device)

@@ -1,4 +1,4 @@
-"""torch_npu 2.13's kernels for the vocabulary matmul, which save no logits (Atlas A2 and later)."""
+"""Use torch_npu 2.13's kernels for the vocabulary matmul, which save no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
     import torch_npu
 
     if not hasattr(torch_npu, _NAME) or not torch_npu.npu.utils.is_support_inf_nan():
-        return f"{_NAME} needs Ascend 910B or later, and torch_npu 2.13"
+        return f"{_NAME} requires Ascend 910B or later, and torch_npu 2.13"
     if hidden.dtype not in _HALVES or weight.dtype is not hidden.dtype:
         return f"{_NAME} does not support {hidden.dtype} with {weight.dtype}"
     if weight.size(0) < _FEWEST_WORDS or weight.size(1) > _MOST_HIDDEN:
         return (
-            f"{_NAME} supports vocabularies of at least {_FEWEST_WORDS} tokens and hidden sizes of at "
-            f"most {_MOST_HIDDEN}"
+            f"{_NAME} supports only vocabularies of at least {_FEWEST_WORDS} tokens and hidden sizes of "
+            f"at most {_MOST_HIDDEN}"
         )
-    return None if hidden.numel() else f"{_NAME} needs at least one row"
+    return None if hidden.numel() else f"{_NAME} requires at least one row"
 
 
 class LinearCrossEntropy(torch.autograd.Function):

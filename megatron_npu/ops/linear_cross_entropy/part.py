@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """The arguments of an implementation besides its tensors; ``linear_cross_entropy`` describes the fields.
+    """The arguments of an implementation besides its tensors; see ``linear_cross_entropy``.
 
     Attributes:
         start: ``vocab_start``.

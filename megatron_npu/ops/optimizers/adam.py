@@ -23,39 +23,41 @@ class FusedAdam(FusedOptimizer):
     """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019) in one fused call per group.
 
     A drop-in replacement for ``apex.optimizers.FusedAdam`` with the same order of arguments: ``step`` is one
-    integer per parameter group, state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict`` also
-    accepts what ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on exactly
-    that form; with torch's own AdamW it resumes incorrectly (megatron-core 0.16: one shared step tensor,
-    counted once per parameter). Distributed tensors (FSDP2's) keep distributed state; each rank updates its
-    part, and also has the (empty) state of parameters of which it holds nothing, in one order: saving ranks
-    exchange the shapes of each.
+    integer per parameter group, and the state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict``
+    also accepts what ``torch.optim.Adam`` and ``AdamW`` saved. Megatron's distributed optimizer relies on
+    exactly that form; with torch's own AdamW, it resumes incorrectly (megatron-core 0.16: one shared step
+    tensor, counted once per parameter). Distributed tensors (FSDP2's) keep distributed state. Each rank
+    updates its part, and also has the (empty) state of parameters of which it holds nothing, in one order,
+    because saving ranks exchange the shapes of each.
 
     Args:
         params: parameters or groups.
-        lr, betas, eps, weight_decay: as in the papers.
+        lr, betas, eps, weight_decay: as defined in the papers.
         bias_correction: whether to divide the moments by 1 - betaᵗ.
-        adam_w_mode: decoupled weight decay (AdamW); False adds the decay to the gradient (Adam).
+        adam_w_mode: whether weight decay is decoupled (AdamW); False adds the decay to the gradient (Adam).
         amsgrad: must be False, as in apex.
         set_grad_none: whether ``zero_grad()`` drops gradients.
-        capturable: must be False: CUDA graph capture is not supported.
-        master_weights: keep an fp32 copy of each 16-bit parameter in state ``master_param``
+        capturable: must be False, because CUDA graph capture is not supported.
+        master_weights: whether to keep an fp32 copy of each 16-bit parameter in state ``master_param``
             (TransformerEngine's name) and round from it; without it, 16-bit parameters are updated in fp32
             and rounded at every step.
-        use_decoupled_grad: read gradients from ``decoupled_grad``, whose dtype may differ from the
-            parameter's, and keep a ``master_param`` for every parameter; for an fp32 parameter it is the
+        use_decoupled_grad: whether to read gradients from ``decoupled_grad``, whose dtype may differ from the
+            parameter's, and keep a ``master_param`` for every parameter; for an fp32 parameter, it is the
             parameter itself.
         master_weight_dtype: fp32, or fp16 with a scale per tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments: fp32, bf16, or fp16 with a scale per tensor.
-        store_param_remainders: for bf16 parameters with fp32 main weights, store only the 16 bits that the
-            parameter lacks (``remainders``): saves 2 bytes per parameter, with identical results.
-        others: other options of TransformerEngine's class, rejected unless they are off.
+        exp_avg_dtype, exp_avg_sq_dtype: the dtypes of the moments: fp32, bf16, or fp16 with a scale per
+            tensor.
+        store_param_remainders: for bf16 parameters with fp32 main weights, whether to store only the 16 bits
+            that the parameter lacks (``remainders``), which saves 2 bytes per parameter, with identical
+            results.
+        others: other options of TransformerEngine's class, which are rejected unless they are off.
 
     Attributes:
-        copies: maps fp32 parameters to the 16-bit tensors that a step rounds them to, where a kernel does
-            both at once; ``written`` holds those already written.
-        swap_moments: keep fp32 moments in host memory, where the NPU's kernel updates them: saves 8 bytes per
-            parameter on the device, with identical results. A class attribute, used by optimizers built
-            afterwards, because Megatron, which builds them, has no argument for it.
+        copies: maps fp32 parameters to the 16-bit tensors that a step rounds them to, if a kernel does both
+            at once; ``written`` contains those already written.
+        swap_moments: whether to keep fp32 moments in host memory, where the NPU's kernel updates them, which
+            saves 8 bytes per parameter on the device, with identical results. It is a class attribute, used
+            by optimizers built afterwards, because Megatron, which builds them, has no argument for it.
 
     Raises:
         ValueError: an option is not supported by this optimizer.
@@ -80,7 +82,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state; drop the values cached for the old tensors."""
+        """Restore from a copy, a pickle or a loaded state, and drop the values cached for the old tensors."""
         super().__setstate__(state)
         self._known = {}
 
@@ -115,7 +117,7 @@ class FusedAdam(FusedOptimizer):
         }
         for name, dtype in self._dtypes.items():
             if dtype not in _DTYPES[name]:
-                raise ValueError(f"FusedAdam stores {name} in {_DTYPES[name]}, not in {dtype}")
+                raise ValueError(f"FusedAdam stores {name} in {_DTYPES[name]}, but {dtype} was requested")
         self._scales: dict[Tensor, tuple[Tensor, ...]] = {}
         self._known = {}
         self.adam_w_mode = adam_w_mode
@@ -269,7 +271,7 @@ class FusedAdam(FusedOptimizer):
 
         Args:
             parameter: a parameter of this optimizer.
-            grad: used instead of the parameter's gradient, by callers that need only the state.
+            grad: the gradient to use instead of the parameter's own, for callers that need only the state.
         """
         if "exp_avg" not in self.state[parameter]:
             self.initialize_state(parameter)
@@ -299,8 +301,8 @@ class FusedAdam(FusedOptimizer):
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, copied if necessary.
 
-        Checkpoints hold fp32 values regardless of the state's dtypes, so that an optimizer with other dtypes
-        can load them.
+        Checkpoints contain fp32 values regardless of the state's dtypes, so that an optimizer with other
+        dtypes can load them.
         """
         return narrow_states.unscaled(self._row(parameter, grad=parameter), _PARTS[name])
 
@@ -336,19 +338,22 @@ class FusedAdam(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
 
-        State saved in other dtypes is converted to this optimizer's.
+        State that was saved in other dtypes is converted to the dtypes of this optimizer.
 
         Raises:
-            ValueError: parameters of one group are at different steps, or amsgrad was on.
+            ValueError: parameters of one group are at different steps, or amsgrad was enabled.
         """
         super().load_state_dict(state_dict)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if group.get("amsgrad"):
-                raise ValueError("FusedAdam does not support amsgrad, with which the state dict was saved")
+                raise ValueError("the state dict was saved with amsgrad, which FusedAdam does not support")
             states = [self.state[p] for p in group["params"] if p in self.state]
             steps = {int(state.pop("step")) for state in states if "step" in state}
             if len(steps) > 1:
-                raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
+                raise ValueError(
+                    "all parameters of a group must be at the same step, but they are at steps "
+                    f"{sorted(steps)}"
+                )
             if steps:
                 group["step"] = steps.pop()
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):

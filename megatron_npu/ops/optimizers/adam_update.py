@@ -30,9 +30,9 @@ class AdamStep:
     """Settings of one step of a parameter group.
 
     Attributes:
-        number: the step's number, from 1; None means no bias correction.
-        lr, betas, eps, weight_decay: as in the papers.
-        decoupled: apply the decay to the parameter (AdamW) instead of adding it to the gradient (Adam).
+        number: the number of the step, counted from 1; None means no bias correction.
+        lr, betas, eps, weight_decay: as defined in the papers.
+        decoupled: whether the decay is applied to the parameter (AdamW) or added to the gradient (Adam).
     """
 
     number: int | None
@@ -131,7 +131,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return True if these are still the same tensors at the same addresses."""
+        """Return True if the tensors and their addresses are unchanged."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state
@@ -149,7 +149,7 @@ def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return True if our Triton kernel takes the steps on a GPU; it does not while results are verified."""
+    """Return True if our Triton kernel performs the steps on a GPU, unless results are verified."""
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)

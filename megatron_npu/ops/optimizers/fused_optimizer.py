@@ -34,8 +34,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a copy, a pickle or a loaded state, and keep the groups' settings unchanged.
 
-        torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here; it would
-        then reach the groups, and a checkpoint saved after a resume would differ from the one loaded.
+        torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here. It would
+        then be added to the groups, and a checkpoint saved after a resume would differ from the one that was
+        loaded.
         """
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
@@ -54,7 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         given = sorted(name for name, value in moved.items() if value is not None)
         if given:
-            raise ValueError(f"step() accepts only a closure, given {', '.join(given)}")
+            raise ValueError(f"step() accepts only a closure, but got {', '.join(given)}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,7 +88,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load a state dict of this class, or of apex's or torch's optimizer of the same kind.
 
         torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
-        16-bit parameter: state with the parameter's shape is withheld from torch and loaded as saved.
+        16-bit parameter. Therefore, state with the parameter's shape is withheld from torch and loaded as
+        saved.
         """
         shapes = {
             key: parameter.shape
@@ -108,7 +110,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return a loaded state on the device on which it is kept, which is that of the parameter."""
+        """Return a loaded state on the device on which it is stored, which is that of the parameter."""
         return value.to(parameter.device)
 
 
@@ -132,12 +134,11 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the row as torch's fused kernels need it: fp32, all with the first tensor's strides.
+    """Return the row in the form that torch's fused kernels require: fp32, with the first tensor's strides.
 
     Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
-
-    Otherwise torch 2.13's kernels for the CPU are silently wrong: they assume equal strides, and SGD leaves
-    most of a 16-bit parameter unchanged (pytorch issue 191763).
+    Otherwise, torch 2.13's kernels for the CPU would be silently wrong: they assume equal strides, and SGD
+    leaves most of a 16-bit parameter unchanged (pytorch issue 191763).
     """
     first = row[0]
     dtype = torch.promote_types(first.dtype, torch.float32)

@@ -50,7 +50,7 @@ def multi_tensor_l2norm(
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
-        per_tensor: also return the norm of each tensor, ``[n]``.
+        per_tensor: whether to return the norm of each tensor, ``[n]``, too.
     """
     tensors = tensor_lists[0]
     if not tensors:
@@ -89,9 +89,9 @@ def _norm_in_chunks(tensor: Tensor) -> Tensor:
 def multi_tensor_scale(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write ``source * scale`` to the tensors of the second list; the first list holds the sources.
+    """Write ``source * scale`` to the tensors of the second list; the first list contains the sources.
 
-    ``overflow`` is set if a source is inf or nan, not if a product is; None skips the check. Products are
+    ``overflow`` is set if a source is inf or nan, but not if a product is; None skips the check. Products are
     computed in fp32 and rounded once, to the target's dtype.
     """
     sources, targets = tensor_lists
@@ -107,7 +107,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Scale in a wider dtype if the target's dtype cannot hold the unscaled source exactly."""
+    """Scale in a wider dtype if the target's dtype cannot represent the unscaled source exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -125,8 +125,8 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
     """Copy each tensor of ``this`` to its counterpart in ``that``, with the casts of ``copy_``.
 
-    The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored:
-    copies are not checked.
+    The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored,
+    because copies are not checked.
     """
     if overflow_buf is not None:
         overflow_buf.fill_(0)
@@ -136,10 +136,11 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """Context that defers ``copy_`` and ``float`` of tensors and runs all of them in one call on exit.
+    """Context manager that defers ``copy_`` and ``float`` of tensors, and runs all in one call on exit.
 
-    It is intended for loops over parameters in code that we do not control, which then take one launch
-    instead of one per parameter. Code inside the context must not read the results of the deferred copies.
+    It is intended for loops over parameters in code that we do not control, which then take one launch in
+    total instead of one per parameter. Code inside the context must not read the results of the deferred
+    copies.
     """
 
     def __init__(self) -> None:
@@ -167,7 +168,7 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return True if a ``copy_`` can be batched: both tensors on one device, and nothing to broadcast."""
+    """Return True if a ``copy_`` can be batched: both tensors are on one device, and nothing is broadcast."""
     is_tensor = isinstance(source, Tensor) and not rest
     return is_tensor and target.device == source.device and target.shape == source.shape
 

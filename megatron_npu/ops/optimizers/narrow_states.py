@@ -152,7 +152,7 @@ def _scales(wide: list[Tensor]) -> list[Tensor]:
 
 
 def _flags(second: Tensor) -> Tensor:
-    """Return where second moments have a minus sign, including -0 but not NaN, whose sign is meaningless."""
+    """Return where second moments have a minus sign, including -0 but not NaN, whose sign has no meaning."""
     whole = second.contiguous().view(torch.int32 if second.dtype is torch.float32 else torch.int16)
     return whole <= _MINUS_INFINITY[second.dtype]
 
@@ -167,7 +167,7 @@ def _join(weights: list[Tensor], main: list[Tensor], second: list[Tensor]) -> li
 def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide: list[Tensor]) -> None:
     """Write the rounded main weights to the weights, and store their remainders.
 
-    The second moments hold the flags.
+    The flags are stored in the second moments.
     """
     rounded, left, flags = remainders.split(_flat(wide))
     torch._foreach_copy_(weights, _shaped(rounded, weights))

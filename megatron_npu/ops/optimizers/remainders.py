@@ -1,10 +1,10 @@
 """Split an fp32 number exactly into its bf16 rounding and the 16 remaining bits.
 
-``weight`` is the bf16 nearest to ``main`` (ties to even, as ``Tensor.to`` rounds). With both read as
-integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768: one value more
-than 16 bits hold. So 32768, a tie that was rounded down, is stored as -32768 with a flag. The idea comes from
-``--reuse-fp32-param`` in Ascend's MindSpeed and of ``store_param_remainders`` in TransformerEngine 2.1, which
-rounds ties up and therefore differs from Megatron's bf16 weights in one of 131,072 values.
+``weight`` is the bf16 number nearest to ``main`` (ties to even, as ``Tensor.to`` rounds). With both read as
+integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768, one value more
+than 16 bits can represent. So 32768, a tie that was rounded down, is stored as -32768 with a flag. The idea
+comes from ``--reuse-fp32-param`` in Ascend's MindSpeed and ``store_param_remainders`` in TransformerEngine
+2.1, which rounds ties up and therefore differs from Megatron's bf16 weights in one of 131,072 values.
 """
 
 from __future__ import annotations

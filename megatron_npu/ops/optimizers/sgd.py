@@ -18,9 +18,9 @@ class SgdStep:
     """Settings of one step of a parameter group.
 
     Attributes:
-        lr: learning rate.
-        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
-        decay_after: apply weight decay after the momentum, not through it.
+        lr: the learning rate.
+        momentum, dampening, weight_decay, nesterov: see ``torch.optim.SGD``.
+        decay_after: whether weight decay is applied after the momentum, not through it.
         first: whether there is no momentum yet, so that it becomes the gradient.
     """
 
@@ -34,17 +34,17 @@ class SgdStep:
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum (Sutskever et al. 2013, as torch implements it) in one fused call per group.
+    """SGD with momentum (Sutskever et al. 2013, as implemented by torch) in one fused call per group.
 
-    A drop-in replacement for ``apex.optimizers.FusedSGD``; its state, ``momentum_buffer`` in fp32, is also
+    A drop-in replacement for ``apex.optimizers.FusedSGD``. Its state, ``momentum_buffer`` in fp32, is also
     that of ``torch.optim.SGD``.
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
-        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
-        wd_after_momentum: apply weight decay after the momentum, not through it.
-        materialize_master_grads: must be True, the default: False is for apex's amp, which no longer exists.
+        lr: the learning rate.
+        momentum, dampening, weight_decay, nesterov: see ``torch.optim.SGD``.
+        wd_after_momentum: whether weight decay is applied after the momentum, not through it.
+        materialize_master_grads: must be True, the default; False is for apex's amp, which no longer exists.
         set_grad_none: whether ``zero_grad()`` drops gradients.
 
     Raises:
@@ -66,7 +66,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening):
-            raise ValueError("nesterov needs a nonzero momentum and zero dampening")
+            raise ValueError("nesterov requires a nonzero momentum and zero dampening")
         if not materialize_master_grads:
             raise ValueError("FusedSGD does not support materialize_master_grads=False")
         self.wd_after_momentum = wd_after_momentum

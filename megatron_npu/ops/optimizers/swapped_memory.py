@@ -1,7 +1,7 @@
 """NPU tensors in host memory, which NPU kernels access in place.
 
-torch_npu documents them for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN documents such memory for
-copies; other operations on them have not been tried on hardware.
+torch_npu documents such tensors for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN documents such
+memory for copies; other operations on them have not been tested on hardware.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def moved(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def is_swapped(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` itself, not a view or copy of it, was created here."""
+    """Return True if ``tensor`` itself, not a view or copy of it, was created by this module."""
     return tensor in _made

@@ -40,9 +40,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 def faster_than_torch(dtype: torch.dtype) -> bool:
     """Return True if matmuls of ``dtype`` on this CPU are faster here than with ``F.linear``.
 
-    torch multiplies fp32 with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512 there
-    and takes half the time (measured on a Zen 5). For bf16 we have our own kernel, used where fp32 arithmetic
-    is fastest (``compiled.products``).
+    torch multiplies fp32 matrices with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512
+    there and takes half the time (measured on a Zen 5). For bf16, we have our own kernel, which is used where
+    fp32 arithmetic is fastest (``compiled.products``).
     """
     if dtype is torch.bfloat16:
         return products.are_fastest()
@@ -86,7 +86,7 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU with the faster library."""
+    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU, use the faster library."""
     if not _has_faster(left):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
@@ -133,7 +133,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return True if a GPU's matmul of 16-bit operands can add to fp32 itself, unrounded: since torch 2.8."""
+    """Return True if a GPU's matmul of 16-bit operands can add to fp32 without rounding (since torch 2.8)."""
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
     return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it
@@ -201,7 +201,7 @@ in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
 
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
-    """Return the indices of the rows that are not all zero; None if too few rows can be skipped."""
+    """Return the indices of the rows that are not all zero, or None if too few rows can be skipped."""
     if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)

@@ -32,17 +32,17 @@ def beyond(weight: Tensor, ranks: int) -> str | None:
         ranks: number of ranks that share the layer.
     """
     if ranks not in RANKS:
-        return f"fused matmul-communication kernels support 2, 4 or 8 ranks, not {ranks}"
+        return f"fused matmul-communication kernels support only 2, 4 or 8 ranks, but there are {ranks}"
     if weight.dtype not in _HALVES:
         return (
-            "fused matmul-communication kernels support bf16 and fp16, not "
+            "fused matmul-communication kernels support only bf16 and fp16, but the weight is "
             f"{str(weight.dtype).removeprefix('torch.')}"
         )
     if any(size not in _SIZES for size in weight.shape):
         sides = " x ".join(map(str, weight.shape))
         return (
-            f"fused matmul-communication kernels support dimensions from {_SIZES[0]} to {_SIZES[-1]}, "
-            f"not {sides}"
+            f"fused matmul-communication kernels support only dimensions from {_SIZES[0]} to "
+            f"{_SIZES[-1]}, but got {sides}"
         )
     return None
 
@@ -76,7 +76,7 @@ def scattered_linear(
         input: ``[s, b, h_in]``, bf16 or fp16; this rank's columns.
         weight: ``[h_out, h_in]``, of the same dtype; this rank's part.
         group: the ranks; ``s`` is a multiple of their number.
-        weight_gradient: as in ``gathered_linear``.
+        weight_gradient: see ``gathered_linear``.
 
     Returns:
         ``[s / ranks, b, h_out]``.

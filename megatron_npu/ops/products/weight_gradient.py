@@ -16,14 +16,14 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has such a matmul.
 
-    It has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and, since torch
-    2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu) the product is rounded to 16 bits
-    and then added, as Megatron does without ``--gradient-accumulation-fusion``.
+    The device has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and,
+    since torch 2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu), the product is rounded
+    to 16 bits and then added, as Megatron does without ``--gradient-accumulation-fusion``.
 
     Args:
         input: ``[..., h_in]``, the layer's input.
         grad_output: ``[..., h_out]``, of the same dtype.
-        main_grad: ``[h_out, h_in]``, fp32, or the dtype of the others; changed in place.
+        main_grad: ``[h_out, h_in]``, in fp32 or the dtype of the others; changed in place.
     """
     rows, grad_rows = input.reshape(-1, input.size(-1)), grad_output.reshape(-1, grad_output.size(-1))
     _weight_gradient(rows, grad_rows, main_grad)
@@ -57,7 +57,7 @@ def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:
 
 
 def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | None:
-    """Return which limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) the call exceeds, or None."""
+    """Return the limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) that the call exceeds, or None."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -65,13 +65,13 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     if not hasattr(torch_npu, "npu_grouped_matmul_add_"):
         return "this torch_npu has no npu_grouped_matmul_add_"
     if not torch_npu.npu.utils.is_support_inf_nan():
-        return "npu_grouped_matmul_add_ needs Ascend 910B or later"
+        return "npu_grouped_matmul_add_ requires Ascend 910B or later"
     if input.dtype not in _HALVES or main_grad.dtype is not torch.float32:
         return f"npu_grouped_matmul_add_ does not support adding {input.dtype} to {main_grad.dtype}"
     if max(main_grad.shape) >= _NPU_SIZE:
         return f"npu_grouped_matmul_add_ supports sizes below {_NPU_SIZE}"
     if not input.size(0):
-        return "npu_grouped_matmul_add_ needs at least one row"
+        return "npu_grouped_matmul_add_ requires at least one row"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Replace parts of a Transformers or custom model with this project's operations, and undo it."""
+"""Replace parts of a Transformers or custom model with this project's operations, and undo this."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Entry:
     """The outcome for one part of the model.
 
     Attributes:
-        where: its path in the model; empty for the model itself.
+        where: the path of the part in the model; empty for the model itself.
         what: norm, attention, activation, gated MLP, rotary, loss, output layer, linear or dropout.
         by: the operation that replaced the part; empty if the part was kept.
         why_not: the reason why the part was kept; empty if it was replaced.
@@ -89,7 +89,7 @@ class Swapped:
         ]
 
     def undo(self) -> None:
-        """Undo everything that ``swap`` did to the model; a second call does nothing."""
+        """Undo everything that ``swap`` changed in the model; a second call has no effect."""
         while self._undo:
             self._undo.pop()()
         self.entries.clear()
@@ -105,16 +105,16 @@ def swap(model: nn.Module) -> Swapped:
     """Replace parts of ``model`` with this project's operations, in place, and return what was done.
 
     Modules are recognized by their structure and their results, not by model names. Each module keeps its
-    parameters, their names, its hooks and its class. Modules that look replaceable but are not are in the
-    ledger with the reason. Under ``torch.compile`` the replacements give way to whatever the compiler fuses
-    itself (norms, activations, rotary embeddings); for dropout only the random draw stays ours.
+    parameters, their names, its hooks and its class. Modules that look replaceable but are not are listed in
+    the ledger with the reason. Under ``torch.compile``, whatever the compiler fuses itself (norms,
+    activations, rotary embeddings) is not replaced; for dropout, only the random draw is ours.
 
     Args:
         model: a Transformers model or your own, on any device, in any dtype, with its weights loaded. The
             operations run where the model is on this process's device.
 
     Returns:
-        The ledger, and ``undo``. For a model that is already swapped, the same object as before.
+        The ledger, and ``undo``. For a model that has already been swapped, the same object as before.
     """
     if model in _swapped:
         return _swapped[model]
@@ -142,7 +142,7 @@ def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
 
 
 def _take(path: str, module: nn.Module, found: Found, swapped: Swapped) -> None:
-    """Apply what was found for a module, and record it."""
+    """Apply the replacement that was found for a module, and record it."""
     if isinstance(found, Left):
         swapped.entries.append(Entry(path, found.what, why_not=found.why))
     elif isinstance(found, Replacement) and "forward" in vars(module):

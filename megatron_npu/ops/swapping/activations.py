@@ -49,7 +49,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def curve_of(module: nn.Module) -> str | None:
-    """Return whether a function is ``gelu``, ``gelu_tanh`` or ``silu``, from its values from -6 to 6."""
+    """Return the name of a function, ``gelu``, ``gelu_tanh`` or ``silu``, from its values from -6 to 6."""
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     try:
         with torch.no_grad():
@@ -74,7 +74,7 @@ def _tanh(module: Any, input: Tensor) -> Tensor:
 
 
 def recognise_gated(module: Any) -> Found:
-    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, whatever its parts are called."""
+    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, regardless of its parts' names."""
     parts = _gated_parts(module)
     if parts is None:
         return None
@@ -106,7 +106,7 @@ def recognise_gated(module: Any) -> Found:
 
 
 def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
-    """Return the names of the two parallel layers and the last one, and the curve, or None."""
+    """Return the names of the two parallel layers and of the last layer, and the curve, or None."""
     linears = {name: child for name, child in module.named_children() if has_forward_of(child, nn.Linear)}
     others = [child for name, child in module.named_children() if name not in linears]
     functions = [child for child in others if not isinstance(child, nn.Dropout)]
@@ -120,7 +120,7 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
 
 
 def _leads_back(linears: dict[str, Any], first: str, second: str, down: str) -> bool:
-    """Return whether ``down`` leads back from the other two; among square layers it is the last one."""
+    """Return True if ``down`` maps back from the other two; among square layers, it is the last one."""
     shape, beside, back = (linears[name].weight.shape for name in (first, second, down))
     return shape == beside == back[::-1] and (shape != back or down == list(linears)[-1])
 

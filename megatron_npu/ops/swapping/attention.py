@@ -1,4 +1,4 @@
-"""Attention of Transformers models, through its registries.
+"""Attention of Transformers models, replaced through Transformers' registries.
 
 A Transformers model looks up its attention function in a registry by the name in its config, and the matching
 masks in a second registry. Both contain ``NAME`` from the first swap on.
@@ -79,10 +79,10 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask for ``attend``: like Transformers' mask for SDPA, True where a key is seen.
+    """Return a mask for ``attend``, which like Transformers' mask for SDPA is True where a key is seen.
 
-    A mask with padding only is ``[b, 1, 1, sk]``, also in a decoder, since ``attend`` applies the causal mask
-    itself: no ``[b, 1, sq, sk]`` is built.
+    A mask with padding only is ``[b, 1, 1, sk]``, also in a decoder, because ``attend`` applies the causal
+    mask itself, so that no ``[b, 1, sq, sk]`` mask is built.
     """
     masks = importlib.import_module("transformers.masking_utils")
     triangle = mask_function is masks.causal_mask_function
@@ -131,14 +131,14 @@ def attend(
         query: ``[b, n, sq, d]``.
         key: ``[b, n or fewer, sk, d]``, including cached keys.
         value: like ``key``.
-        attention_mask: from ``make_mask``, or None.
-        dropout: probability of dropping a weight.
-        scaling: factor applied to the scores; None: ``1 / sqrt(d)``.
-        is_causal: hide the keys after the query's own position.
-        others: other arguments that models pass: position biases, soft caps, sinks.
+        attention_mask: the result of ``make_mask``, or None.
+        dropout: the probability of dropping a weight.
+        scaling: the factor applied to the scores. If None, ``1 / sqrt(d)``.
+        is_causal: whether to hide the keys after the query's own position.
+        others: other arguments that models pass, such as position biases, soft caps and sinks.
 
     Returns:
-        ``[b, sq, n, d]``, and None instead of the attention weights, which are never materialized.
+        ``[b, sq, n, d]``, and None in place of the attention weights, which are never materialized.
     """
     further = {"dropout": dropout, "scaling": scaling, **others}
     if torch.compiler.is_compiling():
@@ -215,7 +215,7 @@ def _of_transformers(
     is_causal: bool | None,
     **further: Any,
 ) -> Any:
-    """Call the Transformers attention that supports the call: SDPA's, or the eager one."""
+    """Call the Transformers attention that supports the call, which is SDPA or the eager implementation."""
     boolean = mask is not None and mask.dtype is torch.bool and mask.dim() == 4
     causal = query.size(2) > 1 and _has_triangle(module, mask if boolean else None, is_causal)
     if mask is not None and boolean and causal:
@@ -237,7 +237,7 @@ def _written_out(
     causal: bool,
     **further: Any,
 ) -> Any:
-    """Call ``eager_attention_forward`` of the model's own file, which adds masks to the scores."""
+    """Call ``eager_attention_forward`` in the model's own file, which adds masks to the scores."""
     if mask is None and causal:
         mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()[
             None, None

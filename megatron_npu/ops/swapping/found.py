@@ -23,9 +23,9 @@ class Replacement(NamedTuple):
 
     Attributes:
         what: the module's part in the model, such as ``norm``.
-        by: name of the operation in docs/reference/operations.md, with a remark if needed.
-        forward: takes the module, then the arguments of the module's forward; a module-level function, so
-            that a deep copy of the model gets its own.
+        by: the name of the operation in docs/reference/operations.md, with a remark if needed.
+        forward: called with the module and the arguments of the module's forward. It is a module-level
+            function, so that a deep copy of the model gets its own.
         notes: attributes to set on the module for it.
     """
 
@@ -60,12 +60,12 @@ def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module of that class or a subclass computes what that class does."""
+    """Return True if a module of that class or a subclass computes the same as that class."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the names of globals and attributes used in the forward of the module's class."""
+    """Return the names of globals and attributes that the forward of the module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
 
@@ -78,8 +78,8 @@ def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterato
     compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
 
     Args:
-        name: name of the function.
-        ours: gets the original function, then its arguments.
+        name: the name of the function.
+        ours: called with the original function and its arguments.
         module: the module whose forward calls the function, as ``F.name`` or by its bare name.
     """
     theirs = _plain(getattr(F, name))
@@ -139,7 +139,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return True if a probe's result equals ``expected``, within a share of its largest value."""
+    """Return True if a probe's result equals ``expected``, within a fraction of its largest value."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

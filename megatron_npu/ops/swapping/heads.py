@@ -1,4 +1,4 @@
-"""Fuse a language model's output layer with its loss: training computes logits only on request."""
+"""Fuse a language model's output layer with its loss, so that training computes logits only on request."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 class Unmade(Tensor):
     """Logits ``[..., v]`` that are not computed yet, represented by hidden states, weight and bias.
 
-    The loss takes them directly, also reshaped to one row per token. Any other access to the values computes
-    the logits, once, with their gradients; sizes, dtype and device are known without that. Until then they
-    have no graph (``requires_grad`` is False): wrappers such as DDP and FSDP look for a graph in the outputs,
-    and the loss has it.
+    The loss uses them directly, also if they are reshaped to one row per token. Any other access to the
+    values computes the logits, once, with their gradients; sizes, dtype and device are known without that.
+    Until then, they have no graph (``requires_grad`` is False): wrappers such as DDP and FSDP look for a
+    graph in the outputs, and the loss has it.
     """
 
     _layer: nn.Module
@@ -62,7 +62,7 @@ class Unmade(Tensor):
     ) -> Unmade:
         """Return the logits for ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``.
 
-        All have one dtype. ``viewed``: the logits that these are a view of.
+        All have one dtype. ``viewed`` are the logits that these are a view of.
         """
         shape = (*hidden.shape[:-1], weight.size(0))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
@@ -94,7 +94,7 @@ class Unmade(Tensor):
         return func(*args, **kwargs)
 
     def _as_rows(self, shape: tuple[Any, ...]) -> Unmade | None:
-        """Return a view whose last dimension is the vocabulary; None if another shape is requested."""
+        """Return a view whose last dimension is the vocabulary, or None if another shape is requested."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.size(-1):
             return None
@@ -102,11 +102,11 @@ class Unmade(Tensor):
         return Unmade(self._layer, hidden, self._weight, self._bias, viewed=self)
 
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
-        """Return the loss per token ``[t]``, fp32, 0 where ``target`` ``[t]`` is ``ignored``.
+        """Return the loss per token ``[t]`` in fp32, which is 0 where ``target`` ``[t]`` is ``ignored``.
 
-        None if a target is not in the vocabulary or the number of targets is wrong, so that torch's loss
-        reports it, or if the logits have been computed and may have been changed. On a CPU ignored rows are
-        skipped.
+        The result is None if a target is not in the vocabulary or the number of targets is wrong, so that
+        torch's loss reports it, or if the logits have been computed and may have been changed. On a CPU,
+        ignored rows are skipped.
         """
         if self._is_made():
             return None
@@ -195,7 +195,7 @@ _KNOWN_WITHOUT = {
 
 
 def recognise(model: Any) -> tuple[str, Found]:
-    """Return the path of a model's output layer, and its replacement or why it is kept.
+    """Return the path of a model's output layer, and its replacement or the reason why it is kept.
 
     Args:
         model: a model whose vocabulary loss has been replaced with ours.
@@ -229,7 +229,7 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 
 
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the logits; if gradients are wanted, they are for a loss and are not computed yet."""
+    """Return the logits, which are not computed yet if gradients are needed, because they are for a loss."""
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     given: tuple[Tensor, ...] = (input, weight) if bias is None else (input, weight, bias)

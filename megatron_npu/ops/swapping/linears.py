@@ -1,4 +1,4 @@
-"""Linear layers and dropout, with operations that are faster than torch's on a CPU."""
+"""Linear layers and dropout, replaced with operations that are faster than torch's on a CPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
-    """Return whether to leave a call to torch: it is for another device, or torch is not slower."""
+    """Return True if a call is left to torch, because it is for another device or torch is not slower."""
     in_graph = torch.compiler.is_compiling()
     if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
         return True

@@ -41,7 +41,7 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return the replacement for a Transformers model's ``loss_function``, or why it has none."""
+    """Return the replacement for a Transformers model's ``loss_function``, or the reason why it is kept."""
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
@@ -52,7 +52,7 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return whether a model's vocabulary loss is replaced, in its forward or in a torch loss inside."""
+    """Return True if a model's vocabulary loss is replaced, in its forward or in a torch loss inside it."""
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
 

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: torch's by class, others by their results."""
+"""Layer norm and RMS norm; torch's are recognized by class, others by their results."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def recognise(module: nn.Module) -> Found:
 def _beyond(module: Any) -> str | None:
     if module.bias_k is not None or module.add_zero_attn:
         return "it adds extra keys (add_bias_kv, add_zero_attn)"
-    return None if module._qkv_same_embed_dim else "keys and values have a different width than queries"
+    return None if module._qkv_same_embed_dim else "keys and values have a different width from queries"
 
 
 def _multihead(
@@ -53,7 +53,7 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``nn.MultiheadAttention``; its own forward runs if weights are requested or a mask adds to scores."""
+    """Compute ``nn.MultiheadAttention``; its own forward runs if weights are requested or a mask is added."""
     padding, pairs = _forbidden(key_padding_mask), _forbidden(attn_mask)
     reason = None
     if need_weights:
@@ -115,7 +115,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask that is True where a pair is hidden, or a string if it does more than hide."""
+    """Return a mask that is True where a pair is hidden, or the reason as a string if it does more."""
     if mask is None or mask.dtype is torch.bool:
         return mask
     # torch's layers hand over -inf and 0 for what they were given as booleans

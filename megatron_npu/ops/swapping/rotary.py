@@ -1,4 +1,4 @@
-"""Rotary embeddings in Transformers layers: a function of their file, recognized by its results."""
+"""Rotary embeddings in Transformers layers, which are a function of their file, recognized by its results."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
     """Return ``forward`` with our function under the original's global name; other globals do not change.
 
-    Wrappers around it (Transformers 5.24 renames arguments with one) are copied too; None: one of them does
-    not hold the wrapped function in its closure, so that no copy of it would call ours.
+    Wrappers around it (Transformers 5.24 renames arguments with one) are copied too. The result is None if
+    one of them does not have the wrapped function in its closure, so that no copy of it would call ours.
     """
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is not None:

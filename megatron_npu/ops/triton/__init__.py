@@ -1,8 +1,8 @@
-"""Triton kernels for NVIDIA GPUs that need one pass over memory for what takes torch several.
+"""Triton kernels for NVIDIA GPUs that make one pass over memory where torch makes several.
 
-``kernels`` defines them, the other modules launch them; results differ from torch's only by rounding, which
-happens less often here. They need triton (installed with torch's CUDA wheels) and compute capability 8.0 or
-later. triton is imported only when a kernel is launched.
+``kernels`` defines the kernels, and the other modules launch them. Results differ from torch's only by
+rounding, which happens less often here. They require triton (installed with torch's CUDA wheels) and compute
+capability 8.0 or later. triton is imported only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def switched_off() -> bool:
 
 
 def not_to_be_expected() -> str | None:
-    """Return why no kernel will run in this process, or None; does not check whether the GPU is too old."""
+    """Return why no kernel will run in this process, or None, without checking whether the GPU is too old."""
     if switched_off():
         return f"{settings.TRITON.name}=0"
     return None if is_installed("triton") else "triton is not installed"
@@ -46,7 +46,7 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return why Triton cannot launch kernels; it needs a C compiler and Python's headers, for example."""
+    """Return why Triton cannot launch kernels, or None; for example, it requires a C compiler."""
     try:
         from triton.runtime import driver
 
@@ -58,7 +58,7 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return why the kernels do not support these GPU tensors, or None, without synchronizing."""
+    """Return the reason why the kernels do not support these GPU tensors, or None, without synchronizing."""
     for tensor in tensors:
         if tensor is None:
             continue

@@ -1,4 +1,4 @@
-"""Multi-tensor Adam in one launch, which also scales gradients and writes 16-bit weights."""
+"""Launch a multi-tensor Adam step, which also scales gradients and writes 16-bit weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NARROW = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Numbers(NamedTuple):
-    """Scalar arguments of the kernel, in its order; the kernel documents them."""
+    """Scalar arguments of the kernel, in the order of its parameters; see the kernel for their meaning."""
 
     factor: float
     decay: float
@@ -45,8 +45,8 @@ class _Table(NamedTuple):
     """Tables on the device that describe many tensors to the kernel.
 
     Attributes:
-        addresses, sizes, firsts, owners: as the kernel describes them.
-        blocks: number of blocks.
+        addresses, sizes, firsts, owners: see the kernel.
+        blocks: the number of blocks.
         aligned: whether all addresses are multiples of 16 bytes.
     """
 

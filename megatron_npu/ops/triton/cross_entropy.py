@@ -17,10 +17,10 @@ class Vocabulary(NamedTuple):
     """The parameters of the loss besides logits and targets.
 
     Attributes:
-        start: id of the first column.
-        size: size of the whole vocabulary.
-        share: part of the loss spread over all logits (label smoothing), as upstream spreads it.
-        ignored: target value of rows to ignore; None means no row is ignored.
+        start: the id of the first column.
+        size: the size of the whole vocabulary.
+        share: the part of the loss that is distributed over all logits (label smoothing), as in upstream.
+        ignored: the target value of rows to ignore; None means that no row is ignored.
     """
 
     start: int
@@ -30,7 +30,9 @@ class Vocabulary(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What the forward kernel writes for each row, fp32; fields that it does not write repeat another one.
+    """The fp32 values that the forward kernel writes for each row.
+
+    Fields that it does not write repeat another field.
 
     Attributes:
         normalizers: the logarithm of the sum of exponentials.
@@ -83,8 +85,8 @@ def gradient(
     """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be the logits themselves.
 
     Args:
-        grads: gradients of the losses, ``[rows]``, contiguous.
-        normalizers: normalizers of the whole vocabulary.
+        grads: the gradients of the losses, ``[rows]``, contiguous.
+        normalizers: the normalizers of the whole vocabulary.
     """
     from megatron_npu.ops.triton.kernels import cross_entropy as kernels
 

@@ -11,11 +11,11 @@ _LEVELS = 1 << 31  # as many bits decide about one value
 
 
 class Dropped(NamedTuple):
-    """Which values of a tensor are kept, and the factor for them.
+    """The values of a tensor that are kept, and the factor for them.
 
     Attributes:
         seed: int64 ``[1]`` on the device.
-        level: a value is kept if its 31 random bits are below this.
+        level: a value is kept if its 31 random bits are below this number.
         scale: the inverse of the probability that a value is kept.
     """
 
@@ -25,11 +25,11 @@ class Dropped(NamedTuple):
 
 
 def drawn(p: float, device: torch.device) -> Dropped | None:
-    """Return a new draw for probability ``p``; None for 0.
+    """Return a new draw for probability ``p``, or None for 0.
 
-    The seed comes from the device's torch generator, on the device: Megatron's RNG tracker controls it, a
-    recomputation that has restored the generator's state draws the same values, a CUDA graph draws again at
-    every replay, and the host never waits.
+    The seed comes from the device's torch generator, on the device. Therefore, Megatron's RNG tracker
+    controls it, a recomputation that has restored the generator's state draws the same values, a CUDA graph
+    draws again at every replay, and the host never waits.
     """
     if p == 0.0:
         return None
@@ -37,6 +37,6 @@ def drawn(p: float, device: torch.device) -> Dropped | None:
 
 
 def level_and_scale(p: float) -> tuple[int, float]:
-    """Return ``level`` and ``scale`` of ``Dropped``; with p 1 nothing is kept."""
+    """Return ``level`` and ``scale`` of ``Dropped``; if p is 1, nothing is kept."""
     level = min(_LEVELS - 1, round((1.0 - p) * _LEVELS))
     return level, _LEVELS / level if level else 0.0

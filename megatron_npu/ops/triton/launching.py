@@ -19,10 +19,10 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
     Args:
         kernel: a function of ``kernels``.
-        grid: numbers of programs; nothing is started if one is 0.
+        grid: the numbers of programs; nothing is started if one of them is 0.
         result: the first tensor that is written, which determines the device. Nothing is launched for a fake
             tensor.
-        args, options: arguments and options of the kernel.
+        args, options: the arguments and options of the kernel.
     """
     if 0 in grid or is_fake(result):
         return
@@ -40,7 +40,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def power_of_two(size: int) -> int:
-    """Return the next power of two."""
+    """Return the smallest power of two that is not less than the number."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -54,7 +54,7 @@ def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
-    """Same as ``tile_of``, for programs that process many rows; their number precedes the grid."""
+    """Do the same as ``tile_of`` for programs that process many rows, whose number precedes the grid."""
     tall, columns, (tiles, across) = tile_of(rows, width)
     wanted = max(1, _PER_PROCESSOR * processors(device) // across)
     per = -(-tiles // wanted) * tall

@@ -1,7 +1,7 @@
-"""Layer norm and RMS norm, also of a residual sum: one pass over memory per direction.
+"""Layer norm and RMS norm, also of a residual sum, with one pass over memory per direction.
 
 The same kernel writes partial sums over rows for the gradients of weight and bias, which a second kernel adds
-up. ``bias`` None means RMS norm throughout.
+up. If ``bias`` is None, the norm is an RMS norm throughout this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Scale(NamedTuple):
 
     Attributes:
         weight: ``[h]``.
-        bias: ``[h]``; None means RMS norm.
+        bias: ``[h]``; None means that the norm is an RMS norm.
         eps: added to the variance.
         centered: whether the factor is ``1 + weight``.
     """
@@ -43,13 +43,13 @@ class Scale(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """A residual that the input is added to first: the norm is that of ``residual + dropout(x + shift)``.
+    """A residual that is added to the input first: the norm is that of ``residual + dropout(x + shift)``.
 
     Attributes:
         residual: like the input.
         shift: ``[h]``, or None.
-        dropped: the dropout's draw; None: nothing is dropped.
-        total: where the sum is written to.
+        dropped: the dropout's draw. If None, nothing is dropped.
+        total: the tensor to which the sum is written.
     """
 
     residual: Tensor
@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The tensors that backward needs: the norm's input, means (layer norm only), and inverse deviations."""
+    """The tensors that backward requires: the norm's input, means (layer norm) and inverse deviations."""
 
     x: Tensor
     means: Tensor
@@ -132,7 +132,7 @@ def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = No
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or if it is None another one that the kernel does not read."""
+    """Return the tensor, or if it is None another tensor that the kernel does not read."""
     return other if tensor is None else tensor
 
 

@@ -64,9 +64,10 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """The norm of ``residual + dropout(x + shift)``, and that sum; ``bias`` None means RMS norm.
+    """Compute the norm of ``residual + dropout(x + shift)``, and that sum.
 
-    Only the sum is saved, which is the next layer's residual anyway.
+    If ``bias`` is None, the norm is an RMS norm. Only the sum is saved, which is the next layer's residual
+    anyway.
     """
 
     @staticmethod
@@ -115,7 +116,8 @@ class AddNorm(torch.autograd.Function):
 def _of_parameters(ctx: Any, partial: Tensor) -> list[Tensor | None]:
     """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
 
-    ``keep`` gets the parameters themselves: if saved tensors are moved, those from autograd lack attributes.
+    ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
+    are moved.
     """
     dtypes = {parameter.dtype for parameter in ctx.parameters}
     narrow = len(dtypes) == 1 and ctx.keep is None

@@ -14,7 +14,7 @@ _TILE = 2048  # pairs that a program has at a time
 
 
 class Rotary(torch.autograd.Function):
-    """``[a, b, n, d]`` rotated by tables that broadcast to ``[a, b, n, r]``; backward rotates back."""
+    """Rotate ``[a, b, n, d]`` by tables that broadcast to ``[a, b, n, r]``; backward rotates back."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

@@ -18,8 +18,8 @@ SOURCE = Path(__file__).with_name("hooks.cpp")
 def unavailable() -> str | None:
     """Return the reason why the library cannot be built on this machine, or None."""
     if sys.platform != "linux":
-        return f"no fake CUDA on {sys.platform}"
-    return None if shutil.which("g++") else "no g++ on PATH"
+        return f"the fake CUDA does not support {sys.platform}"
+    return None if shutil.which("g++") else "there is no g++ on PATH"
 
 
 def load() -> None:

@@ -1,7 +1,7 @@
 """Run one process as a rank on simulated CUDA devices: ``machine.running(rank, ranks)``.
 
-Tensors are torch's fake ones: each operation returns the shape, dtype, strides and device that CUDA would
-return, without values; mixing devices, or shapes or dtypes that do not fit, raises an error as on a GPU.
+Tensors are torch's fake tensors: each operation returns the shape, dtype, strides and device that CUDA would
+return, without values; mixed devices, or shapes or dtypes that do not match, raise an error as on a GPU.
 Communication uses torch's fake process group, so one process can represent any rank of any layout.
 
 Every value that a program reads (``item``) is 0: no loss, no gradient, no overflow (``_answer``).
@@ -83,7 +83,7 @@ def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]
     """Track the value that all elements of a tensor are known to have, until the tensor is written to.
 
     The number of tokens per expert is such a value if experts have a capacity. Tensors received from another
-    rank have a list of values if the caller has provided it.
+    rank have a list of values if the caller has provided the list.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
     if packet is torch.ops.c10d.broadcast_:
@@ -119,7 +119,7 @@ def _affirm(args: Any, result: Any) -> None:
 
 
 def _add_over_ranks(args: Any, result: Any) -> None:
-    """Multiply by the number of ranks: each rank contributes the same value, for instance to count ranks."""
+    """Multiply by the number of ranks, because each rank contributes the same value, such as a count."""
     size = dist.ProcessGroup.unbox(args[1]).size()
     for tensor in args[0]:
         if hasattr(tensor, "value"):
@@ -229,7 +229,7 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
 
 
 def _namespace() -> Iterator[tuple[Any, str, Any]]:
-    """Yield the functions of torch.cuda: the CPU redirection's, except those that count or describe GPUs."""
+    """Yield the functions of torch.cuda, which are those for a CPU except for those that describe GPUs."""
     cpu = CpuDevice()
     names = cpu_cuda_api.namespace(cpu, lambda: 0, lambda: torch.default_generator)
     properties = types.SimpleNamespace(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_npu.planning.fake_cuda.machine import Tensors
+from megatron_npu.planning.fake_cuda.traffic import Traffic
 from megatron_npu.planning.replay import Allocator, Block
 
 aten = torch.ops.aten
@@ -25,19 +26,22 @@ class CountedTensors(Tensors):
 
     Attributes:
         allocator: the simulated allocator.
-        workspaces: bytes of cuBLAS workspaces in it.
+        workspaces: the bytes of cuBLAS workspaces in it.
+        traffic: the traffic that the rank has sent.
     """
 
     def __init__(self, received: dict[int, list[int]], allocator: Allocator) -> None:
         super().__init__(received)
         self.allocator = allocator
         self.workspaces = 0
+        self.traffic = Traffic()
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}
         self._multiplying: set[int] = set()
         self._lock = threading.RLock()  # backward runs on threads of its own
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", func)
+        self.traffic.note(packet, args)
         if packet in _PRODUCTS:
             self._workspace(args)
         result = super().dispatch(func, types, args, kwargs)

@@ -1,7 +1,7 @@
-"""Run a rank up to its first forward pass: arguments, model, checkpoint and data, as in the job.
+"""Run one rank up to its first forward pass, with the job's arguments, model, checkpoint and data.
 
-From a checkpoint, only the description and small values are read: names, shapes, and whether the files exist
-and are long enough. Checks that depend on the absent peers are skipped.
+Of a checkpoint, only the metadata (names and shapes) and small values are read; its files are only checked
+for existence and length. Checks that depend on the absent peers are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _SMALL = 64 << 10  # bytes of a tensor that is read: a number of steps, say
 
 
 class ReadyError(BaseException):
-    """The rank is ready to train: no mistake was found. Not an ``Exception``, which programs might catch."""
+    """Raised when the rank is ready to train and no mistake was found.
+
+    It is not an ``Exception``, because programs might catch that.
+    """
 
 
 @contextlib.contextmanager
@@ -68,7 +71,7 @@ def _descriptions_only() -> Iterator[None]:
         return future
 
     def mapped(file: Any, *given: Any, **named: Any) -> Any:
-        """Load a file memory-mapped, so that tensors are not read from disk."""
+        """Load a file memory-mapped, so that its tensors are not read from disk."""
         if isinstance(file, (str, os.PathLike)) and zipfile.is_zipfile(file):
             named.setdefault("mmap", True)
         return load(file, *given, **named)
@@ -109,4 +112,7 @@ def _require_bytes(path: str, count: int) -> None:
     """
     size = os.stat(path).st_size
     if size < count:
-        raise OSError(f"{path} has {size} bytes, but the checkpoint's description implies at least {count}")
+        raise OSError(
+            f"{path} has {size} bytes, but must have at least {count} according to the checkpoint's "
+            "description"
+        )

@@ -1,4 +1,4 @@
-"""Find which of upstream's functions has called a collective that a planned rank answers alone."""
+"""Find which of upstream's functions has called a collective that a planned rank answers by itself."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
 
 
 def main(path: str) -> int:
-    """Run a rank as described by a specification."""
+    """Run a rank as described in a specification."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     allocator = Allocator(specification.get("limit"))
@@ -86,7 +86,8 @@ def main(path: str) -> int:
         "workspaces": getattr(tensors, "workspaces", 0),
         "plain_attention": sorted(set(plain)),
         "without_triton": triton.not_to_be_expected(),
-        "groups": {},
+        "groups": tensors.traffic.groups,  # type: ignore[attr-defined]
+        "members": tensors.traffic.members,  # type: ignore[attr-defined]
         "dry": {},
     }
     report.pop("addresses")
@@ -111,7 +112,7 @@ def _address(tensors: Any) -> Callable[[torch.Tensor], int]:
 
 @contextlib.contextmanager
 def _memory(allocator: Allocator) -> Iterator[None]:
-    """Make torch.cuda report the simulated allocator's memory."""
+    """Make torch.cuda report the memory of the simulated allocator."""
     says = {
         "memory_allocated": lambda device=None: allocator.allocated,
         "max_memory_allocated": lambda device=None: allocator.peak,
@@ -128,8 +129,8 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 def _fused_attention(plain: list[str]) -> Iterator[None]:
     """Use the fused SDPA kernel that an H100 selects; a CPU build of torch would use the plain formula.
 
-    On an H100, cuDNN's kernel, whose output has the memory layout of the queries, comes first (torch 2.11),
-    followed by flash attention.
+    On an H100, the first choice is cuDNN's kernel, whose output has the memory layout of the queries (torch
+    2.11), followed by flash attention.
 
     Args:
         plain: collects the reasons why the fused kernel does not support a call.

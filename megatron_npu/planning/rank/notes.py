@@ -1,4 +1,4 @@
-"""Measurements of a rank during training: what its memory is used for, and where the peak is."""
+"""Measurements of a rank during training: the purposes of its memory, and the place of the peak."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Notes:
     """Measurements of one rank; see ``taken``.
 
     Attributes:
-        weights, gradients, optimizer: bytes that stay allocated from the first update on.
-        logits: bytes of the largest output of an output layer.
-        place: phase and module in which the peak was reached.
-        asked: how often the program read unknown values: ``file:line`` -> count.
-        updates: number of updates.
-        addresses: addresses of persistent memory: ``weights``, ``gradients``, ``optimizer``.
+        weights, gradients, optimizer: the bytes that stay allocated from the first update on.
+        logits: the bytes of the largest output of an output layer.
+        place: the phase and module in which the peak was reached.
+        asked: maps ``file:line`` to the number of times that the program read unknown values there.
+        updates: the number of updates.
+        addresses: the addresses of persistent memory: ``weights``, ``gradients``, ``optimizer``.
     """
 
     weights: int = 0
@@ -44,7 +44,7 @@ class Notes:
 
 
 class _Watch:
-    """Reads the peak whenever a module or optimizer begins or ends, and records where it rose."""
+    """Reads the peak whenever a module or optimizer begins or ends, and records where it has risen."""
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -53,7 +53,7 @@ class _Watch:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def look(self) -> None:
-        """If the peak has risen since the last look, record the program's current position."""
+        """Record the program's current position if the peak has risen since the last call."""
         peak = self._peak()
         if peak > self._seen:
             self._seen = peak
@@ -151,7 +151,7 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the bytes of the storages that are in none of ``without``."""
+        """Return the bytes of the storages that are in none of the sets ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 
@@ -163,7 +163,7 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
     Args:
         device: the device type whose memory is measured.
         peak: returns the peak number of bytes in use so far.
-        address: returns the address of a tensor's memory; None: addresses are not recorded.
+        address: returns the address of a tensor's memory. If None, addresses are not recorded.
     """
     notes = Notes()
     watch = _Watch(notes, device, peak, address)

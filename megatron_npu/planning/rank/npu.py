@@ -1,7 +1,7 @@
 """Run one rank on the simulated NPU in dry mode: ``python -m megatron_npu.planning.rank.npu SPECIFICATION``.
 
-Runs in the environment of ``sim.launcher.prepare`` and writes its result to the file that the specification
-names. It runs the program as ``megatron-npu pretrain`` or ``megatron-npu run`` would.
+It runs in the environment of ``sim.launcher.prepare`` and writes its result to the file that the
+specification names. It runs the program in the same way as ``megatron-npu pretrain`` or ``megatron-npu run``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_npu.planning import timeline
 
 
 def main(path: str) -> int:
-    """Run a rank as described by a specification; return 0 if it has trained."""
+    """Run a rank as described in a specification; return 0 if it has trained."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     import torch
@@ -36,8 +36,7 @@ def main(path: str) -> int:
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
     _record(specification)
-    peak = torch.npu.max_memory_allocated  # type: ignore[attr-defined]
-    noting = notes.taken("npu", peak, lambda tensor: tensor.untyped_storage().data_ptr())
+    noting = notes.taken("npu", _peak, lambda tensor: tensor.untyped_storage().data_ptr())
     with noting as noted, _around(specification, report):
         asked = _tell_of_asked(noted)
         try:
@@ -66,9 +65,17 @@ def main(path: str) -> int:
     os._exit(0)  # nothing that ends a process group waits for peers
 
 
+def _peak() -> int:
+    """Return what ``torch.npu.max_memory_allocated()`` does, without its sorted dict of all statistics."""
+    import torch_npu
+
+    found = torch_npu._C._npu_memoryStats(int(os.environ["LOCAL_RANK"]))
+    return int(found["allocated_bytes"]["all"]["peak"])
+
+
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Apply a specification inside the block: absent peers, an end before training, a routing."""
+    """Apply a specification inside the block: absent peers, an end before training, and a routing."""
     from megatron_npu.planning.rank import before_training, peers, routing, stage_shapes, uneven_shards
 
     with contextlib.ExitStack() as stack:

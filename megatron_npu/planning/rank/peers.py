@@ -1,8 +1,8 @@
-"""Process groups for a single process: the other ranks of a planned job do not exist.
+"""Process groups for a single process, because the other ranks of a planned job do not exist.
 
-On the simulated NPU the groups are torch_npu's own; the simulated HCCL counts each call and returns at once,
-as if every other rank had the same data as this one. Groups on the host are torch's fake ones. Collectives of
-objects return this rank's own object for every rank.
+On the simulated NPU, the groups are torch_npu's own; the simulated HCCL counts each call and returns
+immediately, as if every other rank had the same data as this one. Groups on the host are torch's fake groups.
+Collectives of objects return this rank's own object for every rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from megatron_npu import watchdog
 from megatron_npu.planning import alone
+from megatron_npu.planning.rank.object_collectives import ObjectCollectives
 from megatron_npu.watchdog import first_contact
 
 _ROOT_INFO = bytes(4108)  # HCCL_ROOT_INFO_BYTES; a dry run does not read it
@@ -53,7 +54,7 @@ class Nobody(dist.Store):
         return number
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this process has set all of the keys; no other rank reports failures."""
+        """Return True if this process has set all of the keys; no other rank reports failures."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -72,10 +73,11 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
     """Create process groups without other ranks inside the block.
 
     Args:
-        backend: the backend to use instead of the requested one.
+        backend: the backend to use in place of the requested one.
     """
     init, new = dist.init_process_group, dist.new_group
     stores: list[dist.Store] = []  # torch itself keeps only the part of them that is not Python's
+    objects = ObjectCollectives()
 
     @functools.wraps(init)  # who looks at the signature finds torch's
     def init_process_group(*given: Any, **named: Any) -> None:
@@ -83,13 +85,17 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         stores.append(Nobody())
         init(backend(asked), store=stores[-1], rank=rank, world_size=ranks)
-        _join_hosts(distributed_c10d._get_default_group())
+        group = distributed_c10d._get_default_group()
+        objects.note(group, asked)
+        _join_hosts(group)
 
     @functools.wraps(new)
     def new_group(*given: Any, **named: Any) -> Any:
         arguments = inspect.signature(new).bind(*given, **named).arguments
-        arguments["backend"] = backend(arguments.get("backend"))
+        asked = arguments.get("backend")
+        arguments["backend"] = backend(asked)
         group = new(**arguments)
+        objects.note(group, asked)
         _join_hosts(group)
         return group
 
@@ -106,9 +112,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
         "init_process_group": init_process_group,
         "new_group": new_group,
         "broadcast": broadcast,
-        "all_gather_object": alone.all_gather_object,
-        "gather_object": alone.gather_object,
-        "broadcast_object_list": alone.nothing,
+        **objects.functions(),
         "_store_based_barrier": alone.nothing,
         "destroy_process_group": alone.nothing,  # what the groups have cost is read at the end
     }
@@ -123,7 +127,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_first_contact() -> Iterator[None]:
-    """Skip the checks of the other machines: whether they answer, and whether enough files may be open."""
+    """Skip the checks of other machines: whether they answer, and whether enough files may be open."""
     with (
         mock.patch.object(first_contact, "_is_of_several_machines", return_value=False),
         mock.patch.object(watchdog, "require_open_files"),
@@ -137,10 +141,10 @@ def of_npu(asked: Any) -> str:
 
 
 def _join_hosts(group: Any) -> None:
-    """Let a group accept host tensors too, as gloo would.
+    """Make a group accept host tensors too, as gloo would.
 
-    Naming two backends does not work: torch keeps one of each type, and HCCL's and the fake one's are the
-    same.
+    Naming two backends does not work, because torch keeps one backend of each type, and HCCL and the fake
+    backend have the same type.
     """
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "hccl":
         return

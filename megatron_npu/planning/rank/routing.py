@@ -1,7 +1,7 @@
-"""Route tokens to experts in a planned rank: the real routing is unknown, so the share of tokens is chosen.
+"""Route tokens to experts in a planned rank. The real routing is unknown, so the share of tokens is chosen.
 
-This rank's experts get a chosen multiple of an even share; the other experts divide the rest. Its peers are
-assumed to have the same routing, and so to send it the same number of tokens.
+The experts of this rank get a chosen multiple of an even share, and the other experts share the rest. Its
+peers are assumed to have the same routing, and therefore to send it the same number of tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Routing:
     """How tokens choose experts.
 
     Attributes:
-        experts: number of experts per layer.
-        chosen: number of experts per token.
-        own: this rank's experts, from the first to after the last.
-        capacity: the multiple above which an expert drops tokens; None: no limit.
+        experts: the number of experts per layer.
+        chosen: the number of experts per token.
+        own: this rank's experts, as the first index and the index after the last.
+        capacity: the multiple above which an expert drops tokens. If None, there is no limit.
     """
 
     experts: int
@@ -36,7 +36,7 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple: each token goes to as many of this rank's experts as possible."""
+        """The largest multiple, for which each token goes to as many of this rank's experts as possible."""
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))

@@ -26,7 +26,7 @@ def nominal() -> Iterator[None]:
     """Receive the shape that a stage expects, ``[s, b, h]``, wherever stages exchange shapes.
 
     Megatron exchanges shapes with ``--variable-seq-lengths``, and in 0.16 and newer for layers of multi-token
-    prediction in a stage without the loss. The former is planned for the nominal sequence length.
+    prediction in a stage without the loss. With the former, the nominal sequence length is planned.
     """
     exchange = dist.batch_isend_irecv
 
@@ -44,7 +44,7 @@ def nominal() -> Iterator[None]:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of ``_communicate`` if it is exchanging shapes."""
+    """Return the frame of ``_communicate`` if that function is exchanging shapes."""
     exchange = callers.nearest(_EXCHANGE, frame)
     return exchange and callers.nearest(_CALLER, exchange)
 
@@ -52,9 +52,9 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 def _receive(operations: list[Any], caller: FrameType) -> None:
     if getattr(caller.f_locals.get("config"), "mtp_standalone", False):
         raise UsageError(
-            "multi-token prediction in a pipeline stage without the loss",
-            "a stage that has both, such as mL at the end of --pipeline-model-parallel-layout",
-            "plan cannot know the shapes that the stages before and after it send.",
+            "a pipeline stage has multi-token prediction without the loss, so that plan cannot know the "
+            "shapes that the stages before and after it send",
+            remedy="Put both into one stage, such as mL at the end of --pipeline-model-parallel-layout.",
         )
     shape = torch.tensor(tuple(caller.f_locals["tensor_shape"]))
     for operation in operations:

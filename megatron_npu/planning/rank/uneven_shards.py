@@ -1,4 +1,4 @@
-"""Shards of Megatron-FSDP, which each rank compares with those of ranks that do not exist in a plan."""
+"""Support for Megatron-FSDP, which compares each rank's shards with those of ranks that do not exist here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GATHER = "_update_offsets_and_cumulative_shape"
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Let the check pass: the other ranks' shards are empty and reach both ends of each dimension."""
+    """Make the check succeed: the other ranks' shards are empty and reach both ends of each dimension."""
     reduce, gather = dist.all_reduce, dist.all_gather_object
 
     @functools.wraps(reduce)

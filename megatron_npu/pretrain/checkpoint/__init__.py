@@ -1,1 +1,1 @@
-"""Checkpoints of the built-in trainer."""
+"""Checkpoints of the built-in trainer: writing, reading, checking and converting them."""

@@ -1,7 +1,8 @@
-"""Write checkpoints while training continues (``--async-save``), one at a time.
+"""Support for ``--async-save``: write one checkpoint at a time while training continues.
 
-megatron-core copies the state to the host and forks a process on each rank to write it. When all have ended,
-the ranks complete the checkpoint together; until then it has no final name and cannot be loaded.
+megatron-core copies the state to the host and forks a process on each rank to write it. When all of these
+processes have ended, the ranks complete the checkpoint together; until then it does not have its final name
+and cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
 class AsyncSaves:
     """The checkpoint that is being written, if any.
 
-    As a context manager it abandons the checkpoint on an error.
+    When used as a context manager, it abandons the checkpoint if the block raises an error.
 
     Args:
-        flags: the folder, and what is stored.
+        flags: the folder of the checkpoints, and what is stored in them.
         saved: called on every rank when a checkpoint is complete, with its directory and iteration.
     """
 
@@ -45,16 +46,18 @@ class AsyncSaves:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True if a checkpoint is being written."""
         return self._written is not None
 
     @watchdog.phase(watchdog.SAVING)
     def begin(self, state: State, position: Position) -> None:
-        """Start writing the checkpoint of ``position`` after completing the previous one. Collective.
+        """Complete the previous checkpoint, and start writing the checkpoint of ``position``.
+
+        All ranks must call this.
 
         Raises:
-            UnsavedError: the previous one could not be written.
-            OSError: this one cannot be written.
+            UnsavedError: the previous checkpoint could not be written.
+            OSError: this checkpoint cannot be written.
         """
         self.finish()
         self._written = position
@@ -62,7 +65,7 @@ class AsyncSaves:
         self._queue.schedule_async_request(checkpoints.begin_async(self._flags, state, position, part))
 
     def take_finished(self) -> None:
-        """Complete the checkpoint if every rank has written its part. Collective.
+        """Complete the checkpoint if every rank has written its part. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -70,7 +73,7 @@ class AsyncSaves:
         self._complete(blocking=False)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and complete it. Collective.
+        """Wait for the checkpoint that is being written, and complete it. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -99,7 +102,7 @@ class AsyncSaves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End this rank's writer if the run ends with an error, because other ranks may no longer exist."""
+        """Stop this rank's writer if the run ends with an error, because other ranks may no longer exist."""
         if kind is None or self._written is None:
             return
         for call in self._queue.async_calls:
@@ -112,7 +115,7 @@ class AsyncSaves:
 
 
 def _forget_results() -> None:
-    """Discard the results of an ended writer; otherwise this process's next checkpoint would include them."""
+    """Discard the results of a stopped writer, which the next checkpoint would otherwise include."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
 
     results = (

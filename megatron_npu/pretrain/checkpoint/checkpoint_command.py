@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,18 @@ _SHOWN = (  # of the arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code (1 if a checkpoint is damaged).
+    """Run the command, and return its exit code, which is 1 if a checkpoint is damaged.
 
     Raises:
-        UsageError: bad input.
+        UsageError: the arguments or the folder are invalid.
     """
     args = _parser().parse_args(argv)
     if args.action == "gather":
         return _gather(args.directories, Path(args.into), args.ckpt_step)
     if not Path(args.directory).is_dir():
         raise UsageError(
-            f"{args.directory}: no such directory",
-            "the folder that was passed to --save",
-            "Correct the path.",
+            f"the directory {args.directory} does not exist; it must be the folder that was passed to --save",
+            remedy="Correct the path.",
         )
     root, step = args.directory, getattr(args, "ckpt_step", None)
     actions: dict[str, Callable[[], int]] = {
@@ -121,6 +121,8 @@ def _list(root: str) -> int:
         print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
     for path in checkpoint_files.unfinished(root):
         print(f"{path.name}  {_size(path):>15,} bytes  unfinished")
+    if latest is None:
+        print(f"megatron-npu checkpoint list: {root} contains no checkpoint", file=sys.stderr)
     return 1 if faults else 0
 
 
@@ -151,7 +153,7 @@ def _print_inspected(report: Mapping[str, Any], sizes: Mapping[str, int]) -> Non
 
 
 def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
-    """Return the description that ``megatron-npu train`` has written with a checkpoint.
+    """Return the description that ``megatron-npu train`` has stored in a checkpoint.
 
     Raises:
         UsageError: the description cannot be read.
@@ -164,9 +166,8 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
         samples = iteration * int(arguments.get("global_batch_size") or 0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"{description}: {error}",
-            "the description file that `megatron-npu train` writes",
-            "Use another checkpoint.",
+            f"{description} is not a description file that `megatron-npu train` wrote: {error}",
+            remedy="Use another checkpoint.",
         ) from error
     return checkpoint_description.CheckpointInfo(
         path=path,
@@ -198,7 +199,9 @@ def _asked_for(root: str, step: int | None) -> list[Path]:
 
 def _verify(root: str, step: int | None) -> int:
     damaged = 0
-    for path in _asked_for(root, step):
+    if not (places := _asked_for(root, step)):
+        raise _nothing_in(root)
+    for path in places:
         faults = _faults(path)
         damaged += bool(faults)
         for fault in faults or [_state(path, "no checksums to compare with")]:
@@ -206,16 +209,19 @@ def _verify(root: str, step: int | None) -> int:
     return 1 if damaged else 0
 
 
+def _nothing_in(folder: str) -> UsageError:
+    return UsageError(
+        f"{folder} contains no checkpoint; it must be the folder that was passed to --save",
+        remedy="Correct the path.",
+    )
+
+
 def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
     parts = []
     for directory in directories:
         place = checkpoint_files.newest(directory, step) if Path(directory).is_dir() else None
         if place is None:
-            raise UsageError(
-                f"{directory} contains no checkpoint",
-                "the folder that was passed to --save",
-                "Correct the path.",
-            )
+            raise _nothing_in(directory)
         parts.append(place)
     place, count = gather.join(parts, into)
     name = place.name.removeprefix("iter_")
@@ -225,14 +231,14 @@ def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
 
 
 def _state(path: Path, without: str) -> str:
-    """Return the state to print for an undamaged checkpoint; ``without`` is the state without checksums."""
+    """Return the state to print for an undamaged checkpoint, or ``without`` if it has no checksums."""
     state = "whole" if (path / checksums.NAME).is_file() else without
     part = disks.told(path)
     return f"{part} (its own files: {state})" if part else state
 
 
 def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> int:
-    """Remove the checkpoints that are older than the newest undamaged ones; damaged ones do not count."""
+    """Remove the checkpoints older than the newest undamaged ones; damaged checkpoints do not count."""
     damaged: list[Path] = []
 
     def is_whole(path: Path) -> bool:
@@ -260,14 +266,17 @@ def _places(root: str) -> Iterator[Path]:
 
 
 def _faults(path: Path) -> list[str]:
-    """Return the problems of a checkpoint: damaged files, and files missing because it was not completed."""
+    """Return the problems of a checkpoint: damaged files, and missing files if it is incomplete."""
     is_own = (path / checkpoint_files.DESCRIPTION).is_file()
     missing = checkpoint_files.missing(path) if is_own else _missing_of_others(path)
     return sorted({*(f"{name} is missing" for name in missing), *checksums.damaged(path)})
 
 
 def _missing_of_others(path: Path) -> list[str]:
-    """Return the missing files of a checkpoint by `train` or a stock script; both write the index last."""
+    """Return the missing files of a checkpoint, saved by `train` or by a stock script.
+
+    Both write the index last.
+    """
     if not any(path.iterdir()):
         return ["everything"]
     shards = (path / checkpoint_files.DESCRIPTION_OF_TRAIN).is_file() or any(path.glob("*.distcp"))

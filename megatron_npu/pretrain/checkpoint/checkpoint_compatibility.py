@@ -1,4 +1,4 @@
-"""Check whether a run can resume from a checkpoint, from its description and the flags."""
+"""Check a checkpoint's description against the flags to determine whether a run can resume from it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
 
     Args:
         found: the checkpoint.
-        flags: the flags of the loading run by name, with derived values, like the checkpoint's.
+        flags: the flags of the loading run by name, with derived values, like the flags in the checkpoint.
 
     Raises:
         UsageError: flags differ; the error names them.
@@ -91,8 +91,7 @@ def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
     if differing:
         raise UsageError(
             f"--load {found.path} contains a different model: {', '.join(differing)}",
-            "the checkpoint's values",
-            "Pass the flags that it was trained with, or load another checkpoint.",
+            remedy="Pass the flags that it was trained with, or load another checkpoint.",
         )
 
 
@@ -103,7 +102,7 @@ def _shown(value: object) -> object:
 
 
 def same_model_parallel_sizes(found: CheckpointInfo, flags: LayoutFlags) -> bool:
-    """Return whether a run has the same model-parallel sizes as a checkpoint."""
+    """Return True if a run has the same model-parallel sizes as a checkpoint."""
     return all(found.arguments.get(name) == size for name, size in flags.sizes().items())
 
 
@@ -115,31 +114,30 @@ def require_readable_shards(found: CheckpointInfo, flags: ResumeFlags) -> None:
         flags: the flags of the loading run.
 
     Raises:
-        UsageError: only one of checkpoint and run uses Megatron's FSDP, or their precision or vocabulary
-            padding differ.
+        UsageError: only one of the checkpoint and the run uses Megatron's FSDP, or both use it with a
+            different precision or vocabulary padding.
     """
     of_fsdp, into_fsdp = is_of_fsdp(found.path), flags.fully_sharded == "megatron"
     if into_fsdp and not of_fsdp:
         raise UsageError(
-            f"--load {found.path} cannot be loaded with --{flags.sharding}-memory-optimization",
-            "a checkpoint from a run with zero-2 or zero-3, because Megatron's FSDP reads only its own "
-            "format",
-            "Use --fsdp-memory-optimization, which can resume from any other checkpoint.",
+            f"--load {found.path} cannot be loaded with --{flags.sharding}-memory-optimization, because "
+            "Megatron's FSDP reads only checkpoints from a run with zero-2 or zero-3",
+            remedy="Use --fsdp-memory-optimization, which can resume from any other checkpoint.",
         )
     if of_fsdp and not into_fsdp and flags.load_optim:
         raise UsageError(
-            f"--load {found.path}, whose optimizer state was sharded by Megatron's FSDP",
-            "--zero-2-memory-optimization or --zero-3-memory-optimization, on two data-parallel ranks",
-            "Add it, or pass --no-load-optim or --finetune to load only the weights.",
+            f"--load {found.path} contains an optimizer state that was sharded by Megatron's FSDP, which "
+            "requires --zero-2-memory-optimization or --zero-3-memory-optimization on two data-parallel "
+            "ranks",
+            remedy="Add it, or pass --no-load-optim or --finetune to load only the weights.",
         )
     if into_fsdp:
         _require_same_precision(found, flags)
     if of_fsdp and found.arguments.get("padded_vocab_size") != flags.padded_vocab_size:
         raise UsageError(
             f"--load {found.path} has a vocabulary of {found.arguments.get('padded_vocab_size')} tokens "
-            f"including padding, but this run has {flags.padded_vocab_size}",
-            "the same in both",
-            "Pass the --make-vocab-size-divisible-by of the original run.",
+            f"including padding, but this run has {flags.padded_vocab_size}; both must be the same",
+            remedy="Pass the --make-vocab-size-divisible-by of the original run.",
         )
 
 
@@ -150,10 +148,9 @@ def _require_same_precision(found: CheckpointInfo, flags: ResumeFlags) -> None:
     )
     if saved != own:
         raise UsageError(
-            f"--load {found.path} was trained in {saved}, but this run is in {own}",
-            "the same precision, because each precision wraps the model differently, which changes the "
-            "parameter names",
-            "Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
+            f"--load {found.path} was trained in {saved}, but this run is in {own}; both must be the same, "
+            "because each precision wraps the model differently, which changes the parameter names",
+            remedy="Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
         )
 
 
@@ -165,9 +162,9 @@ def _require_same_main_weights(found: CheckpointInfo, flags: ResumeFlags) -> Non
     before, now = _precision(found.arguments), _precision(vars(flags))
     if before != now:
         raise UsageError(
-            f"--load {found.path} was saved in {before}, but this run is in {now}",
-            "the same precision, because the optimizer keeps fp32 main weights only for 16-bit weights",
-            "Change --bf16 or --fp16, or pass --no-load-optim.",
+            f"--load {found.path} was saved in {before}, but this run is in {now}; both must be the same, "
+            "because the optimizer keeps fp32 main weights only for 16-bit weights",
+            remedy="Change --bf16 or --fp16, or pass --no-load-optim.",
         )
 
 
@@ -179,23 +176,22 @@ def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> Non
         flags: the flags of the loading run.
 
     Raises:
-        UsageError: the state is of a different optimizer, or is sharded for other sizes.
+        UsageError: the state belongs to a different optimizer, or is sharded for other parallel sizes.
     """
     saved = found.arguments.get("optimizer", "adam")
     if saved != flags.optimizer:
         raise UsageError(
-            f"--load {found.path} was saved with --optimizer {saved}, but this run has {flags.optimizer}",
-            "the same in both",
-            "Change --optimizer, or pass --no-load-optim.",
+            f"--load {found.path} was saved with --optimizer {saved}, but this run has {flags.optimizer}; "
+            "both must be the same",
+            remedy="Change --optimizer, or pass --no-load-optim.",
         )
     kinds = {True: "the distributed optimizer", False: "the plain optimizer"}
     distributed = bool(found.arguments.get("use_distributed_optimizer"))
     if distributed != flags.use_distributed_optimizer:
         raise UsageError(
             f"--load {found.path} was saved with {kinds[distributed]}, but this run has "
-            f"{kinds[flags.use_distributed_optimizer]}",
-            "the same kind of optimizer",
-            "Change --use-distributed-optimizer, or pass --no-load-optim.",
+            f"{kinds[flags.use_distributed_optimizer]}; both must be the same",
+            remedy="Change --use-distributed-optimizer, or pass --no-load-optim.",
         )
     if not distributed:  # which has fp32 weights of its own in each precision
         _require_same_main_weights(found, flags)
@@ -203,18 +199,16 @@ def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> Non
     if apart != (flags.expert_model_parallel_size > 1):
         words = {True: "with", False: "without"}
         raise UsageError(
-            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run "
-            f"is {words[not apart]} it",
-            "both with the flag (at any size) or both without, because the optimizer state of experts is "
-            "stored differently",
-            "Change the flag, or pass --no-load-optim.",
+            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run is "
+            f"{words[not apart]} it; both must be with the flag (at any size) or without it, because the "
+            "optimizer state of experts is stored differently",
+            remedy="Change the flag, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, flags)
     if distributed and not same and found.optimizer_sharding == "dp_reshardable":
         sizes = (f"{name.replace('_', ' ')} {found.arguments.get(name)}" for name in flags.sizes())
         raise UsageError(
-            f"--load {found.path}: the data-parallel size is all that may change with its distributed "
-            "optimizer",
-            " and ".join(sizes),
-            "Pass --no-load-optim, or save the checkpoint with --dist-ckpt-optim-fully-reshardable.",
+            f"--load {found.path} has a distributed optimizer whose state can be loaded only with the same "
+            f"model-parallel sizes: {' and '.join(sizes)}",
+            remedy="Pass --no-load-optim, or save the checkpoint with --dist-ckpt-optim-fully-reshardable.",
         )

@@ -1,8 +1,8 @@
-"""The description of a checkpoint, ``arguments.json``: flags, position and format.
+"""Description of a checkpoint, ``arguments.json``, which contains the flags, the position and the format.
 
-Reading it needs neither torch nor Megatron. Fields may be added: older versions ignore them, and newer ones
-have defaults for descriptions without them. A change that older versions would misread raises the first
-number of the format.
+Reading it requires neither torch nor Megatron. Fields may be added: older versions ignore new fields, and
+newer versions have defaults for descriptions that lack them. A change that older versions would misread
+increases the first number of the format.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class CheckpointInfo:
 
     Attributes:
         path: its directory.
-        iteration: number of trained iterations.
-        consumed_train_samples, consumed_valid_samples: position in the data.
-        has_optimizer, has_rng: whether it contains optimizer state and random states.
+        iteration: the number of trained iterations.
+        consumed_train_samples, consumed_valid_samples: the position in the data.
+        has_optimizer, has_rng: whether it contains the optimizer state and the random states.
         optimizer_sharding: megatron-core's name for the sharding of a distributed optimizer, or None.
         arguments: the flags of the run that wrote it, with derived values.
     """
@@ -52,15 +52,15 @@ class CheckpointInfo:
 
     @property
     def is_own(self) -> bool:
-        """Whether the built-in trainer saved it, rather than a Megatron-LM script."""
+        """True if the checkpoint was saved by the built-in trainer rather than by a Megatron-LM script."""
         return (self.path / checkpoint_files.DESCRIPTION).is_file()
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root`` (None if there is none), or that of an iteration.
+    """Return the newest checkpoint under ``root``, or the one for a given iteration; None if there is none.
 
     Raises:
-        UsageError: the checkpoint named by the tracker or ``step`` does not exist, or has no readable
+        UsageError: the checkpoint that the tracker or ``step`` names does not exist, or has no readable
             description.
     """
     place = checkpoint_files.newest(root, step)
@@ -68,10 +68,10 @@ def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
 
 
 def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``, or that of an iteration.
+    """Return the newest checkpoint under ``root``, or the one for a given iteration.
 
     Raises:
-        UsageError: the checkpoint does not exist, or cannot be read.
+        UsageError: the checkpoint does not exist or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -90,18 +90,17 @@ def _read(path: Path) -> CheckpointInfo:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{description}: {reason}",
-            "the description file that `megatron-npu pretrain` writes into each checkpoint",
-            "Load a checkpoint of `megatron-npu pretrain`.",
+            f"{description} is not a description file that `megatron-npu pretrain` wrote: {reason}",
+            remedy="Load a checkpoint of `megatron-npu pretrain`.",
         ) from error
 
 
 def require_known_format(description: Path, values: object) -> None:
-    """Check that this version can read a description, from the first number of its format.
+    """Check that this version can read a description, based on the first number of its format.
 
     Args:
-        description: its path.
-        values: its content.
+        description: the path of the description.
+        values: the content of the description.
 
     Raises:
         UsageError: a newer version wrote the description.
@@ -112,12 +111,12 @@ def require_known_format(description: Path, values: object) -> None:
     saved = values.get(FORMAT, VERSION)
     first, _, second = str(saved).partition(".")
     if not (first.isdecimal() and second.isdecimal()):
-        raise ValueError(f"{FORMAT} {saved!r}")
+        raise ValueError(f"its {FORMAT} is {saved!r}, which is not a version")
     if int(first) > int(VERSION.partition(".")[0]):
         raise UsageError(
-            f"{description} has format {saved}",
-            f"format {VERSION.partition('.')[0]}.x, which this version of megatron_npu reads",
-            "Use the version that saved the checkpoint, or a newer one.",
+            f"{description} has format {saved}, but this version of megatron_npu reads only format "
+            f"{VERSION.partition('.')[0]}.x",
+            remedy="Use the version that saved the checkpoint, or a newer one.",
         )
 
 
@@ -143,7 +142,7 @@ def _require_sound(found: CheckpointInfo) -> None:
     for name in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
         value = getattr(found, name)
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} {value!r}")
+            raise ValueError(f"its {name} must be a non-negative integer, but is {value!r}")
     if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
         raise ValueError("its arguments do not describe a model")
 
@@ -155,6 +154,6 @@ def describe(path: Path, found: CheckpointInfo) -> None:
 
 
 def plain_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that JSON can represent, without those of this machine and process."""
+    """Return the flags that JSON can represent, except those specific to this machine and process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
     return {name: value for name, value in sorted(flags.items()) if name not in local}

@@ -21,7 +21,10 @@ _STUMBLES = (TypeError, KeyError, AttributeError, IndexError)  # over what a fil
 
 
 class UnsavedError(RuntimeError):
-    """A checkpoint could not be written, for example because the disk is full. Earlier ones are unchanged."""
+    """Raised when a checkpoint could not be written, for example because the disk is full.
+
+    Earlier checkpoints are not changed.
+    """
 
 
 def unsaved(error: BaseException, iteration: int, folder: str | Path) -> UnsavedError:
@@ -41,8 +44,8 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 def reason(error: BaseException) -> str:
     """Return a one-line reason from the first process that failed, without stack traces.
 
-    Later lines of the error, such as names of missing weights, are included; a very long text is truncated,
-    and the number of omitted characters is added.
+    Later lines of the error, such as the names of missing weights, are included. A very long text is
+    truncated, and the number of omitted characters is appended.
     """
     if isinstance(error, CheckpointException) and error.failures:
         failure = next(iter(error.failures.values()))
@@ -62,10 +65,10 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Report errors in the block, which reads the checkpoint in ``path``, in one line.
+    """Report errors in the block, which reads the checkpoint in ``path``, as a single line.
 
     Raises:
-        UsageError: files are missing or damaged, or contain code; or the checkpoint needs a newer
+        UsageError: files are missing, damaged or contain code, or the checkpoint requires a newer
             megatron-core.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -85,7 +88,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def _require_readable_common(path: Path) -> None:
-    """Reject a checkpoint without ``common.pt`` if megatron-core is older than 0.19 and needs that file.
+    """Reject a checkpoint without ``common.pt`` if megatron-core is older than 0.19 and requires that file.
 
     Raises:
         UsageError: the installed megatron-core is older than the checkpoint.
@@ -97,16 +100,15 @@ def _require_readable_common(path: Path) -> None:
     if checkpoint_files.is_of_fsdp(path):
         return
     raise UsageError(
-        f"the checkpoint {path} was saved by megatron-core 0.19 or newer, but this is "
-        f"{package_info.__version__}",
-        f"{checkpoint_files.COMMON}, which older versions need and newer ones do not write",
-        "Install megatron-core 0.19 or newer to load it.",
+        f"the checkpoint {path} was saved by megatron-core 0.19 or newer, but {package_info.__version__} "
+        f"is installed, which requires {checkpoint_files.COMMON}; newer versions do not write this file",
+        remedy="Install megatron-core 0.19 or newer to load it.",
     )
 
 
 def _broken(path: str | Path, why: str) -> UsageError:
     return UsageError(
         f"the checkpoint {path} {why}",
-        "a complete checkpoint",
-        f"Write the iteration of an older checkpoint into {Path(path).parent / checkpoint_files.TRACKER}.",
+        remedy="Write the iteration of an older checkpoint into "
+        f"{Path(path).parent / checkpoint_files.TRACKER}.",
     )

@@ -1,7 +1,8 @@
-"""Names of checkpoint files, and the tracker. Imports neither torch nor Megatron.
+"""Names of checkpoint files, and the tracker file; this module imports neither torch nor Megatron.
 
-``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``, as in Megatron. Besides
-the files of ``megatron.core.dist_checkpointing``, each has ``arguments.json`` (``checkpoint_description``).
+As in Megatron, ``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``. Besides
+the files of ``megatron.core.dist_checkpointing``, each of these directories contains ``arguments.json``
+(``checkpoint_description``).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def unfinished(root: str | Path) -> list[Path]:
 
 
 def missing(path: Path) -> list[str]:
-    """Return megatron-core's files that a checkpoint's directory lacks."""
+    """Return the names of megatron-core's files that are missing from a checkpoint's directory."""
     wanted = FILES[2:] if is_of_fsdp(path) else FILES
     absent = [name for name in wanted if not (path / name).is_file()]
     if COMMON in absent and common_lies_among_shards(path):
@@ -45,7 +46,7 @@ def missing(path: Path) -> list[str]:
 
 
 def is_of_fsdp(path: Path) -> bool:
-    """Return whether the trainer saved a checkpoint of Megatron's FSDP, which has only torch's files."""
+    """Return True if the trainer saved the checkpoint with Megatron's FSDP: it has only torch's files."""
     try:
         values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -54,18 +55,19 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return whether unsharded values are stored as an object among the shards, as in 0.19 and newer.
+    """Return True if unsharded values are stored as an object among the shards, as in 0.19 and newer.
 
-    The index is a pickle: it is only searched for the object's name, and nothing is unpickled.
+    The index is a pickle. It is only searched for the object's name, and nothing is unpickled.
     """
     index = path / INDEX
     return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()
 
 
 def no_checkpoint(root: str | Path) -> UsageError:
-    """Return the error for a directory without a checkpoint."""
+    """Return the error for a directory that contains no checkpoint."""
     return UsageError(
-        f"--load {root} contains no checkpoint", f"a directory with the file {TRACKER}", "Correct the path."
+        f"--load {root} contains no checkpoint; it must be a directory with the file {TRACKER}",
+        remedy="Correct the path.",
     )
 
 
@@ -73,10 +75,10 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     """Return the directory of the newest checkpoint under ``root``, or None if there is none.
 
     Args:
-        step: return the checkpoint of this iteration instead (``--ckpt-step``).
+        step: if given, return the checkpoint of this iteration instead (``--ckpt-step``).
 
     Raises:
-        UsageError: the checkpoint named by the tracker or ``step`` does not exist.
+        UsageError: the checkpoint that the tracker or ``step`` names does not exist.
     """
     if step is not None:
         return _of_iteration(root, step)
@@ -86,16 +88,14 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
         raise UsageError(
-            f"{tracker} contains {text[:40]!r}",
-            "an iteration number",
-            "Write the iteration of a complete checkpoint into the file.",
+            f"{tracker} must contain an iteration number, but contains {text[:40]!r}",
+            remedy="Write the iteration of a complete checkpoint into the file.",
         )
     path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
     if not path.is_dir():
         raise UsageError(
-            f"{tracker} names {path.name}, which does not exist",
-            "the name of a checkpoint in the same directory",
-            "Write the iteration of a complete checkpoint into the file.",
+            f"{tracker} names {path.name}, which does not exist in the same directory",
+            remedy="Write the iteration of a complete checkpoint into the file.",
         )
     trackers.tell_of_newer(path.resolve())
     return path
@@ -106,9 +106,8 @@ def _of_iteration(root: str | Path, step: int) -> Path:
     if not path.is_dir():
         there = ", ".join(map(str, iterations(root))) or "none"
         raise UsageError(
-            f"--ckpt-step {step}: there is no {path.name} in {root}",
-            f"the iteration of an existing checkpoint: {there}",
-            "Pass one of them, or remove --ckpt-step to load the newest."
+            f"--ckpt-step {step}: there is no {path.name} in {root}; the existing checkpoints are: {there}",
+            remedy="Pass one of them, or remove --ckpt-step to load the newest."
             if there != "none"
             else "Remove it.",
         )
@@ -122,9 +121,9 @@ def iterations(root: str | Path) -> list[int]:
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it exists; otherwise a file of the same name in the checkpoint's directory, if any.
+    """Return ``path`` if it exists, or else a file with the same name in the checkpoint's directory, if any.
 
-    A converted checkpoint contains its tokenizer, and may have been moved.
+    A converted checkpoint contains its tokenizer and may have been moved.
     """
     if path is None or Path(path).exists():
         return path
@@ -133,7 +132,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Mark a checkpoint as ``release``, that is, not trained here; return its new path."""
+    """Mark a checkpoint as ``release`` because it was not trained here, and return its new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")

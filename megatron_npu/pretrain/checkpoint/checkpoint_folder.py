@@ -1,4 +1,4 @@
-"""The folder of a checkpoint while ranks write it: hidden, and renamed when it is complete."""
+"""The folder of a checkpoint, which is hidden while ranks write to it and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TRIES, _PAUSE = 20, 0.1  # and seconds between them
 def writing(root: str | Path, iteration: int) -> Iterator[Path]:
     """Create the folder into which all ranks write an iteration's checkpoint. All ranks must call this.
 
-    If the block succeeds on every rank, the folder gets its final name and the tracker names it; otherwise it
-    is removed, which frees the disk space.
+    If the block succeeds on every rank, the folder is given its final name and the tracker is updated;
+    otherwise the folder is removed, which frees the disk space.
 
     Args:
-        root: folder of all checkpoints of the run.
-        iteration: iteration of the checkpoint.
+        root: the folder of all checkpoints of the run.
+        iteration: the iteration of the checkpoint.
     """
     part = hidden(root, iteration)
     try:
@@ -39,7 +39,7 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
 
 
 def begin(root: str | Path, iteration: int) -> Path:
-    """Create the hidden folder of an iteration's checkpoint and return it. All ranks must call this."""
+    """Create and return the hidden folder of an iteration's checkpoint. All ranks must call this."""
     part = hidden(root, iteration)
     if disks.leads():
         if part.is_symlink():
@@ -51,7 +51,7 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def finish(root: str | Path, iteration: int) -> None:
-    """Rename the folder and update the tracker, after all ranks have written. All ranks must call this."""
+    """Rename the folder and update the tracker after all ranks have written. All ranks must call this."""
     if disks.leads():
         # there is one if a run went back to an earlier iteration
         files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
@@ -60,7 +60,7 @@ def finish(root: str | Path, iteration: int) -> None:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove the hidden folder; a rank may call this on its own."""
+    """Remove the hidden folder; a single rank may call this."""
     if disks.leads():
         _remove(hidden(root, iteration))
 

@@ -48,7 +48,7 @@ _PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where key
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run: iterations, and training and validation samples used by all ranks."""
+    """The progress of a run: the number of iterations, and of the samples used by all ranks."""
 
     iteration: int = 0
     train_samples: int = 0
@@ -57,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """The objects whose state a checkpoint contains."""
+    """The objects whose state is stored in a checkpoint."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -68,10 +68,10 @@ class State:
 def save(
     flags: StoreFlags, state: State, position: Position, common: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write the checkpoint of ``position``; return its directory. All ranks must call this.
+    """Write the checkpoint of ``position``, and return its directory. All ranks must call this.
 
     Args:
-        common: plain values stored with the state, the same on all ranks.
+        common: plain values that are stored with the state; they must be the same on all ranks.
     """
     with checkpoint_folder.writing(flags.save, position.iteration) as part:
         _write(flags, state, position, part, common or {})
@@ -79,10 +79,10 @@ def save(
 
 
 def begin_async(flags: StoreFlags, state: State, position: Position, part: Path) -> AsyncRequest:
-    """Return a request for megatron-core's writer queue that writes the checkpoint of ``position`` to
-    ``part``.
+    """Return a request that makes megatron-core's writer queue write the checkpoint of ``position``.
 
-    The state is copied to the host when the writer starts. All ranks must call this.
+    The files are written to ``part``. The state is copied to the host when the writer starts. All ranks must
+    call this.
     """
     return _shards(flags, state, position, part, {}, in_background=True)
 
@@ -151,7 +151,7 @@ def _description(
 
 @watchdog.phase("loading")
 def load(flags: LoadFlags, state: State) -> Position:
-    """Load the parts that the flags select into ``state``; return where the run continues.
+    """Load the parts that the flags select into ``state``, and return where the run continues.
 
     All ranks must call this.
 
@@ -192,7 +192,7 @@ def _load_own(flags: LoadFlags, state: State, found: checkpoint_description.Chec
 
 
 def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load a checkpoint that the built-in trainer saved with Megatron's FSDP, into any model."""
+    """Load into any model a checkpoint that the built-in trainer saved with Megatron's FSDP."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(flags, state, found)
     rng = flags.load_rng and _same_ranks(flags, found)
@@ -220,7 +220,7 @@ def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.Ch
 def _load_optimizer(
     flags: LoadFlags, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
 ) -> None:
-    """Load moments and main weights, and resume the schedule; settings stay those of the flags."""
+    """Load the moments and main weights, and resume the schedule with the settings from the flags."""
     settings = resumed_settings.of_flags(state.optimizer)
     state.optimizer.load_state_dict(optimizer)
     resumed_settings.restore(flags, state.optimizer, settings)
@@ -233,10 +233,10 @@ def _begin_optimizer(
     found: checkpoint_description.CheckpointInfo,
     schedule: dict[str, Any] | None = None,
 ) -> None:
-    """Initialize the optimizer from loaded weights.
+    """Initialize the optimizer from the loaded weights.
 
     Args:
-        schedule: the schedule's state in the checkpoint, if any.
+        schedule: the state of the schedule in the checkpoint, if any.
     """
     saved = found.arguments["padded_vocab_size"]
     if saved < flags.padded_vocab_size:
@@ -263,10 +263,10 @@ def _position(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) ->
 
 @watchdog.phase("loading")
 def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Load only the weights, from any layout. All ranks must call this.
+    """Load only the weights of a checkpoint, which may have any layout. All ranks must call this.
 
     Raises:
-        UsageError: files are missing or damaged, or contain weights that the model lacks.
+        UsageError: files are missing or damaged, or contain weights that the model does not have.
     """
     from megatron.core import dist_checkpointing
 
@@ -287,21 +287,21 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 
 def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -> None:
-    """Check that no saved weight is unused, which megatron-core would accept."""
+    """Check that all saved weights are used, because megatron-core ignores unused ones."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
     rest = sorted(key for key in set(saved) - used if key.partition(".")[0] in _PARTS)
     if rest:
         raise UsageError(
-            f"{path} has {rest[0]}" + (f" and {len(rest) - 1} more" if rest[1:] else ""),
-            "the weights of the model that its arguments describe",
-            "Load a checkpoint of a supported model.",
+            f"{path} has {rest[0]}{f' and {len(rest) - 1} more weights' if rest[1:] else ''}, which the "
+            "model that its arguments describe does not have",
+            remedy="Load a checkpoint of a supported model.",
         )
 
 
 def _of_all_ranks(keys: set[str]) -> set[str]:
-    """Return the union of all ranks' keys: pipeline stages have different ones."""
+    """Return the union of all ranks' keys, because pipeline stages have different keys."""
     parts: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(parts, keys)
     return set().union(*parts)
@@ -314,7 +314,7 @@ def _load_weights(model: Sequence[torch.nn.Module], content: dict[str, Any]) -> 
 
 
 def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return the unwrapped chunks under Megatron-LM's names."""
+    """Return the unwrapped model chunks under Megatron-LM's names."""
     if len(model) == 1:
         return {"model": unwrap(model[0])}
     return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(model)}
@@ -358,7 +358,7 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
 
 
 def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) -> bool:
-    """Return whether each rank can load its own random states: the model-parallel sizes are unchanged."""
+    """Return True if each rank can load its own random states, because model-parallel sizes are unchanged."""
     same = checkpoint_compatibility.same_model_parallel_sizes(found, flags)
     if flags.expert_model_parallel_size > 1:  # which is a part of data parallelism
         same = same and found.arguments.get("data_parallel_size") == flags.data_parallel_size
@@ -368,7 +368,7 @@ def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) 
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
-    """Return the position that follows after the given numbers of iterations and samples."""
+    """Return the position after the given numbers of iterations and samples."""
     return replace(
         position,
         iteration=position.iteration + iterations,

@@ -1,7 +1,7 @@
 """Check the plausibility of a checkpoint's description, which may be untrusted.
 
-It is checked before anything is built: 10⁹ layers would use all memory, and a string instead of a number
-would fail deep inside megatron-core.
+The description is checked before anything is built: 10⁹ layers would use all memory, and a string instead of
+a number would cause an error deep inside megatron-core.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_npu.base.arg_parser import Number
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 from megatron_npu.checkpoint_files import disks
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.flags import arguments, expert_flags, rotary_flags, validation
@@ -46,7 +46,7 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
 
 
 def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
-    """Check flags that matter when the model runs, such as the window pattern's length and the rotary base.
+    """Check flags that affect the running model, such as the window pattern's length and the rotary base.
 
     Raises:
         UsageError: a value is invalid; the error names the flag.
@@ -62,7 +62,7 @@ def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
 def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:
     """Return the type of a flag's values, and its choices.
 
-    If the type is None and there are no choices, the values are not checked here.
+    If the type is None and there are no choices, the flag's values are not checked here.
     """
     others = () if flag.required or flag.default is not None else (None,)
     if flag.choices is not None and flag.nargs is None:
@@ -80,7 +80,7 @@ def _require(
     """Check that a value has the given type or is one of ``others``.
 
     Raises:
-        UsageError: the value is neither.
+        UsageError: neither is the case.
     """
     if (kind is None and not others) or any(value is other or value == other for other in others):
         return
@@ -90,9 +90,9 @@ def _require(
     else:
         fits, expected = kind is bool and isinstance(value, bool), "on or off"
         if kind is None:
-            expected = " or ".join(map(str, others))
+            expected = either(others)
     if not fits:
-        raise _unfit(found, f"its {name} is {repr(value)[:60]}", expected)
+        raise _unfit(found, f"its {name} must be {expected}, but is {repr(value)[:60]}")
 
 
 def _is_number(value: Any, kind: Number) -> bool:
@@ -102,13 +102,12 @@ def _is_number(value: Any, kind: Number) -> bool:
 
 
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
-    """Check that the files are large enough for the model, with at least one byte per weight."""
+    """Check that the files are large enough for the model, at no less than one byte per weight."""
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
         raise _unfit(
             found,
-            f"its model has at least {least:,} weights, but its files only {held:,} bytes",
-            "files that contain the whole model",
+            f"its model has at least {least:,} weights, but its files have only {held:,} bytes",
         )
 
 
@@ -128,5 +127,7 @@ def _bytes(found: CheckpointInfo) -> int:
     return sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
 
 
-def _unfit(found: CheckpointInfo, given: str, expected: str) -> UsageError:
-    return UsageError(f"the checkpoint {found.path}: {given}", expected, "Load a complete checkpoint.")
+def _unfit(found: CheckpointInfo, problem: str) -> UsageError:
+    return UsageError(
+        f"the checkpoint {found.path} is invalid: {problem}", remedy="Load a complete checkpoint."
+    )

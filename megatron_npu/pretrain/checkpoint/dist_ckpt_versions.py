@@ -1,4 +1,4 @@
-"""How to request sharded state from each version of megatron-core."""
+"""Helpers for requesting sharded state from each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def metadata(flags: ShardFlags) -> Metadata:
 
 
 def _sharding_type(fully_reshardable: bool) -> str:
-    """Return the name of the distributed optimizer's format, which 0.15 renamed."""
+    """Return the name of the distributed optimizer's format, which was renamed in 0.15."""
     if _version() >= (0, 15):
         return "fully_reshardable" if fully_reshardable else "dp_reshardable"
     return "fully_sharded_model_space" if fully_reshardable else "dp_zero_gather_scatter"
 
 
 def module_metadata(described: Metadata) -> Metadata:
-    """Return the metadata for modules, which from 0.16 on includes the process group."""
+    """Return the metadata for modules, which includes the process group in 0.16 and newer."""
     return described | {"dp_cp_group": _group()}
 
 
@@ -62,7 +62,7 @@ def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[s
 
     Args:
         described: the result of ``metadata``.
-        in_background: return a request for megatron-core's writer queue.
+        in_background: whether to return a request for megatron-core's writer queue.
     """
     result: dict[str, Any] = {"content_metadata": described} if _version() >= (0, 13) else {}
     if in_background:
@@ -76,8 +76,9 @@ def saved_metadata(path: str, optimizer_sharding: str | None) -> Metadata:
     """Return the metadata of the checkpoint in ``path``.
 
     Args:
-        path: directory of the checkpoint.
-        optimizer_sharding: the optimizer's format in our description, for 0.12, which stores none.
+        path: the directory of the checkpoint.
+        optimizer_sharding: the optimizer's format according to our description; used with 0.12, which does
+            not store the format.
     """
     if _version() >= (0, 13):
         from megatron.core import dist_checkpointing

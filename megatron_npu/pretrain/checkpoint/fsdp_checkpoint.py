@@ -1,10 +1,10 @@
-"""Checkpoints of a model sharded by Megatron's FSDP: upstream's format ``fsdp_dtensor``.
+"""Checkpoints of a model sharded by Megatron's FSDP, in upstream's format ``fsdp_dtensor``.
 
-``torch.distributed.checkpoint`` writes each weight and moment as one tensor, whichever rows each rank has
-(the split is uneven, and a rank has no rows of most tensors), so a run can resume with another number of
-ranks. The names are those of Megatron-LM's own scripts, which store weights as the optimizer has them: in
-fp32, under the names of wrappers (``module.`` for the FSDP, another for 16 bits), and the two halves of a
-gated MLP separately (``_w``, ``_v``).
+``torch.distributed.checkpoint`` writes each weight and moment as one tensor, regardless of which rows each
+rank has (the split is uneven, and a rank has no rows of most tensors), so a run can resume with another
+number of ranks. The names are those of Megatron-LM's own scripts, which store weights as the optimizer has
+them: in fp32, with the prefixes of the wrappers (``module.`` for the FSDP, and another one for 16-bit
+models), and with the two halves of a gated MLP separate (``_w``, ``_v``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HALVES = ("_w", "_v")  # gate and input of a gated MLP
 
 
 def sharded(model: Sequence[torch.nn.Module]) -> bool:
-    """Return whether Megatron's FSDP shards a model, so that it uses this format."""
+    """Return True if a model is sharded by Megatron's FSDP and therefore uses this format."""
     return hasattr(model[0], "megatron_fsdp_dist_index")
 
 
@@ -40,7 +40,7 @@ def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any
 
     Args:
         model: the only chunk, wrapped in Megatron's FSDP.
-        optimizer: None to leave it out.
+        optimizer: the optimizer, or None to leave out its state.
     """
     content = {"model": model.state_dict_for_save_checkpoint()}
     if optimizer is not None:
@@ -51,17 +51,20 @@ def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any
 
 
 def write(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Write ``content``, with the result of ``state_dict``, to ``folder``. All ranks must call this."""
+    """Write ``content``, including the result of ``state_dict``, to ``folder``.
+
+    All ranks must call this.
+    """
     dcp.save(_cut(model, content), storage_writer=FileSystemWriter(folder))
 
 
 def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Read a checkpoint into ``content``, tensors in place, and load the weights. All ranks must call this.
+    """Read a checkpoint into the tensors of ``content``, and load the weights. All ranks must call this.
 
     Args:
         folder: the checkpoint's directory.
-        model: the model in Megatron's FSDP.
-        content: as passed to ``write``.
+        model: the model, wrapped in Megatron's FSDP.
+        content: the same structure as passed to ``write``.
 
     Raises:
         UsageError: files are missing or damaged.
@@ -88,7 +91,7 @@ def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) ->
 
 
 def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return ``content`` with gated MLPs split into halves, and with the position of each shard."""
+    """Return ``content`` with gated MLPs split into halves, and with the position of each shard added."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
@@ -126,10 +129,10 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
     )
     if sizes != (1, 1) or any(isinstance(parameter, DTensor) for parameter in model[0].parameters()):
         raise UsageError(
-            f"{folder} was saved by Megatron's FSDP, but this run is model-parallel or uses torch's FSDP",
-            "tensor and pipeline parallel size 1, without --fsdp-memory-optimization",
-            "For other layouts, first save its weights again with one process (--load, --no-load-optim, "
-            "--save).",
+            f"{folder} was saved by Megatron's FSDP and can be loaded only with tensor and pipeline "
+            "parallel size 1 and without torch's FSDP",
+            remedy="For other layouts, first save its weights again with one process (--load, "
+            "--no-load-optim, --save).",
         )
     with checkpoint_failures.reading(folder):
         reader = FileSystemReader(folder)
@@ -144,7 +147,7 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
 
 
 def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its name; a weight that was saved in halves yields each half."""
+    """Yield each weight with its name; for a weight that was saved in halves, yield each half."""
     for wrapped, parameter in model.named_parameters():
         name = _bare(wrapped)
         if name + _HALVES[0] in saved:
@@ -159,7 +162,6 @@ def _require_same(saved: Any, wanted: Any, folder: Path) -> None:
     if differing:
         where = "the checkpoint" if differing[0] in saved else "the model"
         raise UsageError(
-            f"{folder}: {differing[0]} is only in {where}",
-            "the same weights in both",
-            "Load a checkpoint of a model with the same architecture.",
+            f"{folder} and the model must have the same weights, but {differing[0]} is only in {where}",
+            remedy="Load a checkpoint of a model with the same architecture.",
         )

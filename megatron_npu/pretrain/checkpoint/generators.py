@@ -1,4 +1,4 @@
-"""Random generators in a checkpoint: collect, shard and restore a rank's states."""
+"""Random generators in a checkpoint: collect, shard and restore the states of a rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def state() -> dict[str, Any]:
 def sharded_state() -> Any:
     """Return the generator states, one per tensor- and pipeline-parallel rank.
 
-    Data-parallel ranks use the same random numbers for different data (as in Megatron), so one copy suffices,
-    except with expert parallelism, whose ranks use different ones for their experts.
+    As in Megatron, data-parallel ranks use the same random numbers for different data, so one copy suffices.
+    With expert parallelism, ranks use different random numbers for their experts, and each state is stored.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject

@@ -1,4 +1,4 @@
-"""Load a trained model from its checkpoint, whole or partitioned: for generation, LAMBADA and conversion."""
+"""Load a trained model, whole or partitioned, from its checkpoint for generation, LAMBADA and conversion."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def restored(
 ) -> Iterator[tuple[Flags, torch.nn.Module, Tokenizer]]:
     """Load a trained model in evaluation mode inside the block, with its flags and tokenizer.
 
-    The weights are assembled from whatever layout they were trained in.
+    The weights are assembled regardless of the layout in which they were trained.
 
     Args:
         load: directory of checkpoints of the trainer or of a stock script.
-        vocab_file, merge_file: current paths of the tokenizer's files, if they have moved.
+        vocab_file, merge_file: current paths of the tokenizer's files, if they have been moved.
         share: maps the flags of the training run to the layout in which several processes share the model
-            (``layout.of_all_processes``) or have copies (``layout.copies``); None: this process has all of
-            it.
+            (``layout.of_all_processes``) or have copies of it (``layout.copies``). If None, this process has
+            the whole model.
         widened_by_caller: keep the weights in their trained dtype although the modules expect fp32; the
-            caller converts each when it is used.
+            caller converts each weight when it is used.
         changes: arguments of the run to override, by name.
 
     Raises:
-        UsageError: there is no such checkpoint, its tokenizer's files or megatron-core are missing, or there
+        UsageError: there is no such checkpoint, the tokenizer's files or megatron-core are missing, or there
             is not enough memory.
     """
     plugin.install()
@@ -91,8 +91,8 @@ def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -
     """Reject a tokenizer that differs from the one used in training.
 
     Args:
-        tokenizer: the tokenizer of the current files.
-        expected: number of tokens that the model was trained with.
+        tokenizer: the tokenizer that was created from the current files.
+        expected: the number of tokens that the model was trained with.
         exactly: whether fewer tokens are rejected too, as without --vocab-size.
 
     Raises:
@@ -101,9 +101,8 @@ def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -
     fits = tokenizer.vocab_size == expected if exactly else tokenizer.vocab_size <= expected
     if not fits:
         raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens",
-            f"the {expected} tokens that the model was trained with",
-            "Pass the files that training used with --vocab-file and --merge-file.",
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model was trained with {expected}",
+            remedy="Pass the files that training used with --vocab-file and --merge-file.",
         )
 
 
@@ -111,7 +110,7 @@ def _require_memory(module: torch.nn.Module, load: str) -> None:
     """Check that the weights fit into host memory, if they are loaded there.
 
     Raises:
-        UsageError: they do not fit.
+        UsageError: the weights do not fit.
     """
     if devices.current().is_host:
         size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())

@@ -1,8 +1,8 @@
-"""Optimizer and schedule settings on resume: those of the current flags, not the checkpoint's.
+"""Optimizer and schedule settings on resume: the current flags take precedence over the checkpoint.
 
 The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
-learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so even
-``--override-opt_param-scheduler`` would follow the old run's rates.
+learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so the learning
+rates would be those of the old run even with ``--override-opt_param-scheduler``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) -> None:
     """Restore the settings of the parameter groups from the flags.
 
-    Those of the schedule stay the checkpoint's with --use-checkpoint-opt-param-scheduler.
+    With --use-checkpoint-opt-param-scheduler, the settings of the schedule remain those of the checkpoint.
 
     Args:
         flags: the flags.
-        optimizer: the optimizer with a checkpoint's state.
+        optimizer: the optimizer, into which the checkpoint's state has been loaded.
         settings: the earlier result of ``of_flags``.
     """
     kept = _OF_THE_SCHEDULE if flags.use_checkpoint_opt_param_scheduler else frozenset()
@@ -59,16 +59,16 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     flags: LoadFlags, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Set the schedule to the run's position if a flag selects a schedule; otherwise it starts again.
+    """Set the schedule to the run's position if a flag selects a schedule; otherwise restart the schedule.
 
     Args:
         flags: the flags, with ``--no-load-optim``.
-        schedule: the schedule from the flags.
+        schedule: the schedule that the flags define.
         content: the checkpoint's schedule, or None.
-        samples: number of samples used by the run.
+        samples: the number of samples that the run has used.
 
     Raises:
-        UsageError: the checkpoint's schedule is requested, but it has none.
+        UsageError: the checkpoint's schedule is requested, but the checkpoint has none.
     """
     if flags.finetune or not (flags.use_checkpoint_opt_param_scheduler or flags.override_opt_param_scheduler):
         return
@@ -77,10 +77,9 @@ def go_on_without_optimizer(
         return
     if flags.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            f"--use-checkpoint-opt_param-scheduler with --load {flags.load}, which contains no learning-rate "
-            "schedule",
-            "a checkpoint that `megatron-npu pretrain` saved with its optimizer",
-            "Pass --override-opt_param-scheduler and the schedule's flags.",
+            "--use-checkpoint-opt_param-scheduler requires a checkpoint that `megatron-npu pretrain` "
+            f"saved with its optimizer, but --load {flags.load} contains no learning-rate schedule",
+            remedy="Pass --override-opt_param-scheduler and the schedule's flags.",
         )
     schedule.num_steps = 0
     schedule.step(samples)

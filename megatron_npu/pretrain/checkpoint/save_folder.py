@@ -1,4 +1,4 @@
-"""The ``--save`` folder: lock it for one run, and remove incomplete files of killed runs."""
+"""The ``--save`` folder: lock it for one run, and remove the incomplete files of killed runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 @contextlib.contextmanager
 def owned(save: str | None, rank: int) -> Iterator[None]:
-    """Lock ``--save`` for this run inside the block: rank 0 locks it and removes leftovers of killed runs.
+    """Lock ``--save`` for this run inside the block; rank 0 also removes the leftovers of killed runs.
+
+    On a file system without locks, no folder is rejected and nothing is removed.
 
     Args:
-        save: the folder; None or empty: nothing is saved.
-        rank: number of this process.
-
-    On a file system without locks nothing is rejected and nothing is removed.
+        save: the folder; if it is None or empty, nothing is saved.
+        rank: the number of this process.
 
     Raises:
-        UsageError: another run has locked the folder, or it cannot be created.
+        UsageError: another run has locked the folder, or the folder cannot be created.
     """
     if not save or rank != 0:
         yield
@@ -36,7 +36,7 @@ def owned(save: str | None, rank: int) -> Iterator[None]:
         lock = folder_lock.hold(folder)
     except OSError as error:
         raise UsageError(
-            f"--save {folder}: {error.strerror}", "a directory that can be created", "Use another path."
+            f"the directory --save {folder} cannot be created: {error.strerror}", remedy="Use another path."
         ) from None
     if lock is None:
         yield
@@ -52,9 +52,9 @@ def require_shared(save: str | None, *, per_machine: bool) -> None:
     """Check that all ranks save to one folder. All ranks must call this after they have connected.
 
     Args:
-        save: the folder; None or empty: nothing is saved.
+        save: the folder; if it is None or empty, nothing is saved.
         per_machine: whether each machine may have its own folder (--save-per-machine), which is then locked
-            on each.
+            on that machine.
 
     Raises:
         UsageError: machines have separate folders without that flag, or another run has locked one of them.
@@ -67,9 +67,9 @@ def require_shared(save: str | None, *, per_machine: bool) -> None:
 
 
 def hold_on_each_machine(folder: Path) -> None:
-    """Save to a separate folder on each machine from now on, locked by the first rank there.
+    """Save to a separate folder on each machine from now on; the first rank of each machine locks it.
 
-    Rank 0 has already locked its own. The lock ends with the process. All ranks must call this.
+    Rank 0 has already locked its folder. The lock ends with the process. All ranks must call this.
 
     Raises:
         UsageError: another run has locked one of these folders.
@@ -81,7 +81,7 @@ def hold_on_each_machine(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints that a killed run was writing, and restore one that it was about to replace."""
+    """Remove checkpoints that a killed run was writing, and restore the one it was about to replace."""
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Describe checkpoints of Megatron-LM's own scripts like the trainer's own.
+"""Describe checkpoints of Megatron-LM's own scripts in the same way as the trainer's checkpoints.
 
-The trainer writes ``arguments.json``; the scripts store their argparse.Namespace in a pickle: in
+The trainer writes ``arguments.json``. The scripts store their argparse.Namespace in a pickle, which is in
 ``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in each rank's file
-(``torch``). It is read with torch's ``weights_only``, and Megatron and Python types become inert values:
-nothing that the file names is imported or called.
+(``torch``). The pickle is read with torch's ``weights_only``, and Megatron and Python types become inert
+values: nothing that the file names is imported or called.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_npu.safe_files import safe_load, torch_readers
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
     """Return the newest checkpoint under ``root``, whether the trainer or a stock script saved it, or None.
 
-    A stock script's checkpoint provides only its weights, not optimizer state and random states. Values that
-    depend on its tokenizer are not among its arguments yet.
+    Only the weights are loaded from a stock script's checkpoint, not the optimizer state and random states.
+    Values that depend on its tokenizer are not among its arguments yet.
 
     Raises:
         UsageError: the checkpoint cannot be read, or contains a model that the trainer does not support.
@@ -42,10 +42,10 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_description.Ch
 
 
 def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
-    """Return the result of ``find``, which must exist.
+    """Return the result of ``find``, which must not be None.
 
     Raises:
-        UsageError: the checkpoint does not exist, or cannot be read.
+        UsageError: the checkpoint does not exist or cannot be read.
     """
     found = find(root, step)
     if found is None:
@@ -54,7 +54,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
 
 
 def flags_of(path: Path) -> dict[str, Any]:
-    """Return the flags in a stock script's checkpoint that are plain values.
+    """Return the flags in a stock script's checkpoint whose values are plain.
 
     Args:
         path: the checkpoint's directory, as found by ``existing``.
@@ -81,9 +81,9 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
     found = torch_format.Checkpoint(path)
     if found.args.get("num_experts"):
         raise UsageError(
-            f"{path} contains a model with experts in the format torch",
-            "the format torch_dist, which stores where each expert is",
-            "Save it with --ckpt-format torch_dist.",
+            f"{path} contains a model with experts in the format torch, which does not store where each "
+            "expert is",
+            remedy="Save it with --ckpt-format torch_dist.",
         )
     return _weights_alone(
         path, found.args, iteration=found.iteration, train=found.train_samples, valid=found.valid_samples
@@ -93,9 +93,9 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
 def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_description.CheckpointInfo:
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
-            f"{source} contains no arguments",
-            "a checkpoint of pretrain_gpt.py or of `megatron-npu pretrain`",
-            "Load another checkpoint.",
+            f"{source} contains no arguments; it must be a checkpoint of pretrain_gpt.py or of "
+            "`megatron-npu pretrain`",
+            remedy="Load another checkpoint.",
         )
     return _weights_alone(path, vars(values["args"]), iteration=int(values.get("iteration", 0)))
 
@@ -116,7 +116,7 @@ def _weights_alone(
 
 
 def read_common(file: Path) -> dict[str, Any]:
-    """Return the content of a ``common.pt``; nothing in it is executed.
+    """Return the content of a ``common.pt`` without executing anything in it.
 
     Raises:
         UsageError: the file is damaged, or contains something other than plain values.
@@ -125,7 +125,7 @@ def read_common(file: Path) -> dict[str, Any]:
 
 
 def _read_among_shards(path: Path) -> dict[str, Any]:
-    """Return the common values that 0.19 stores among the shards, in a list of one; nothing is executed."""
+    """Return a list with the common values that 0.19 stores among the shards; nothing is executed."""
     content = torch_readers.stored_value(path, checkpoint_files.COMMON_OBJECT)
     values = safe_load.read_part(content, path, safe_load.OF_STOCK_SCRIPTS)
     return _values(values[0] if isinstance(values, list) and values else values, path)
@@ -150,7 +150,7 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int
     rows = found.arguments["padded_vocab_size"]
     if rows is not None and rows < tokens:
         raise UsageError(
-            f"--load {found.path} has a vocabulary of {rows} tokens, padding included",
-            f"at least the {tokens} of the tokenizer",
-            "Pass the tokenizer files that training used.",
+            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but must have at "
+            f"least the {tokens} of the tokenizer",
+            remedy="Pass the tokenizer files that training used.",
         )

@@ -1,4 +1,4 @@
-"""Find the checkpoints that a run can resume from: complete and undamaged."""
+"""Find the complete and undamaged checkpoints, from which a run can resume."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ def surplus(
     is_whole: Callable[[Path], bool],
     newest: int | None = None,
 ) -> list[Path]:
-    """Return checkpoints that are older than the newest valid ones. Damaged ones do not count and are kept.
+    """Return the checkpoints to remove, which are older than the newest valid ones.
+
+    Damaged checkpoints do not count and are kept.
 
     Args:
-        root: folder of all checkpoints.
-        keep: number of valid checkpoints to keep.
-        every: also keep checkpoints whose iteration is a multiple of it; None: no others.
-        is_whole: returns whether a checkpoint is valid; called from the newest on, until enough are found.
-        newest: the iteration to start with; None: the last one. Later ones are kept.
+        root: the folder of all checkpoints.
+        keep: the number of valid checkpoints to keep.
+        every: if given, also keep checkpoints whose iteration is a multiple of this number.
+        is_whole: returns whether a checkpoint is valid; called from the newest checkpoint on, until enough
+            valid ones are found.
+        newest: the iteration to start with; later checkpoints are kept. If None, start with the last one.
     """
     older = [each for each in checkpoint_files.iterations(root) if newest is None or each <= newest]
     latest = checkpoint_files.newest(root)
@@ -44,7 +47,7 @@ def surplus(
 
 
 def incomplete(folder: Path) -> list[str]:
-    """Return the reasons why a checkpoint is incomplete, according to its format; empty if it is complete."""
+    """Return the reasons why a checkpoint is incomplete according to its format; empty if it is complete."""
     from megatron_npu.pretrain.checkpoint import torch_format  # which needs torch
 
     if not torch_format.holds_ranks(folder):

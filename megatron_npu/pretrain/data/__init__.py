@@ -1,1 +1,1 @@
-"""Samples and tokenizer of the built-in trainer."""
+"""Samples and tokenizers for the built-in trainer."""

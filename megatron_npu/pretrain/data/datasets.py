@@ -1,11 +1,13 @@
-"""Training, validation and test samples: megatron-core's datasets, starting at the run's position.
+"""Training, validation and test samples from megatron-core's datasets, starting at the run's position.
 
-Each process reads its own samples (the files are memory-mapped), so tensor-parallel ranks need no broadcast;
-middle pipeline stages read nothing.
+Each process reads its own samples (the files are memory-mapped), so tensor-parallel ranks need no broadcast,
+and middle pipeline stages read nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +29,11 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; None if a split is empty or not needed.
+    """The datasets of a run; a dataset is None if its split is empty or not needed.
 
     Attributes:
         train, valid, test: the dataset of each split.
-        valid_sets: with --multiple-validation-sets the dataset of each prefix, instead of ``valid``.
+        valid_sets: with --multiple-validation-sets, the dataset of each prefix, used instead of ``valid``.
     """
 
     train: Dataset | None
@@ -68,14 +70,14 @@ def datasets(flags: DatasetFlags) -> Datasets:
 
 
 def _sizes(flags: DatasetFlags, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
-    """Return the number of training, validation and test samples; None: the whole split."""
+    """Return the numbers of training, validation and test samples; None stands for the whole split."""
     batch = flags.global_batch_size
     train = flags.epoch_samples or flags.train_samples or flags.train_iters * batch
     return [train, validation if read["valid"] else 0, flags.eval_iters * batch * read["test"]]
 
 
 def _alone(flags: DatasetFlags, kind: Any, prefix: str, samples: int | None) -> Any:
-    """Return the validation dataset of one prefix, with ``samples`` samples; None: all of its samples."""
+    """Return the validation dataset of one prefix with ``samples`` samples, or with all if that is None."""
     source = {"blend_per_split": [None, ([prefix], None), None]}
     return build(kind, [0, samples, 0], _config(flags, source)).valid
 
@@ -98,7 +100,7 @@ def _config(flags: DatasetFlags, source: Mapping[str, Any]) -> Any:
 
 
 def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
-    """Warn if most tokens of the first samples are unknown to the vocabulary."""
+    """Warn if the vocabulary does not contain most tokens of the first samples."""
     unknown = tokenizers.build(flags.tokenizer).unknown
     if unknown is None:
         return
@@ -110,12 +112,13 @@ def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
 
 
 def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
-    """Return megatron-core's datasets of a kind; all ranks must call this.
+    """Return megatron-core's datasets of the given class; all ranks must call this.
 
     Args:
-        kind: a class of dataset.
-        sizes: number of samples for training, validation and test; 0: not read; None: the whole split, once.
-        config: configuration of the datasets; its split is changed in place.
+        kind: a dataset class.
+        sizes: the numbers of samples for training, validation and test. A split of size 0 is not read; for
+            None, the whole split is used once.
+        config: the configuration of the datasets; its split is changed in place.
 
     Raises:
         UsageError: the indices cannot be written, or are not visible on a rank that reads them.
@@ -126,19 +129,38 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
         _leave_out_unread_parts(config, sizes)
     builder = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, config)
     try:
-        return Datasets(*builder.build())
+        with _mock_indices_unmentioned():
+            return Datasets(*builder.build())
     except Exception as error:  # megatron-core raises a bare one (0.12 to 0.16)
         if isinstance(error, UsageError) or not isinstance(error.__cause__, OSError):
             raise
         raise UsageError(
             f"the index files of the dataset cannot be written: {error.__cause__}",
-            "a writable directory (by default next to the data)",
-            "Pass --data-cache-path DIR.",
+            remedy="Pass --data-cache-path DIR with a writable directory; by default they are next to "
+            "the data.",
         ) from error
 
 
+@contextlib.contextmanager
+def _mock_indices_unmentioned() -> Iterator[None]:
+    """Leave out upstream's warning that the indices of mock data are not saved: nobody wants them again."""
+    upstream, beginning = (
+        logging.getLogger("megatron.core.datasets.gpt_dataset"),
+        "Unable to save MockGPTDataset",
+    )
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    upstream.addFilter(keep)
+    try:
+        yield
+    finally:
+        upstream.removeFilter(keep)
+
+
 def _source(flags: DatasetFlags, read: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the options that tell megatron-core the source of each split; mock data has none."""
+    """Return the options that define the source of each split for megatron-core; mock data has no source."""
     if flags.train_data_path:
         words = {part: flags.of_part(part) if read[part] else None for part in PARTS}
         return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
@@ -153,7 +175,7 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
 
 
 def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
-    """Exclude unused splits; the documents of the other splits stay the same.
+    """Exclude unused splits; the documents of the other splits do not change.
 
     megatron-core (0.12 to 0.16) searches endlessly for the first token of a split without documents.
     """
@@ -173,9 +195,9 @@ class ResumableBatchSampler:
 
     Args:
         order: maps a position, counted from 0 since the start of the run, to a sample of the dataset.
-        consumed: samples already used by all ranks.
-        micro_batch: samples per micro batch.
-        rank, size: rank in, and size of, the data-parallel group.
+        consumed: the number of samples that all ranks have used.
+        micro_batch: the number of samples per micro batch.
+        rank, size: the rank in the data-parallel group, and the size of that group.
     """
 
     def __init__(
@@ -193,7 +215,7 @@ class ResumableBatchSampler:
 
 
 def training_batches(flags: BatchFlags, dataset: Dataset | None, consumed: int) -> Batches:
-    """Return ``batches`` for the training samples, in epochs if the flags request it."""
+    """Return ``batches`` for the training samples, organized in epochs if the flags request it."""
     order = None if flags.epoch_samples is None else Passes(flags.epoch_samples, flags.seed)
     return batches(flags, dataset, consumed, order)
 
@@ -204,8 +226,8 @@ def batches(
     """Return an endless iterator of micro batches for each model chunk; None for chunks that need no data.
 
     Args:
-        consumed: samples already used by all ranks.
-        order: order of the samples; None: the dataset's.
+        consumed: the number of samples that all ranks have used.
+        order: the order of the samples. If None, the order of the dataset.
     """
     from megatron.core import parallel_state
 
@@ -229,9 +251,9 @@ def micro_batches(
     """Yield this process's micro batches on its device, endlessly.
 
     Args:
-        consumed: samples already used by all ranks.
-        order: order of the samples.
-        collate_fn: creates a batch from a list of samples; None: torch's default.
+        consumed: the number of samples that all ranks have used.
+        order: the order of the samples.
+        collate_fn: creates a batch from a list of samples. If None, torch's default collate function is used.
     """
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
-"""The order of samples, and epochs: each sample once per pass, in a new order.
+"""Order of the samples and epochs: each sample occurs once per epoch, and each epoch has a new order.
 
 megatron-core has no epochs: a dataset that must return more samples than its documents contain shuffles
-several passes together. Here it returns one pass, and ``Passes`` defines the order of each pass.
+several passes together. Here the dataset returns one pass, and ``Passes`` defines the order of each pass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_npu.pretrain.flags.plan_parts import SourceFlags
 
 
 def samples_of_one(flags: SourceFlags) -> int:
-    """Return the number of samples in one epoch: those that the training documents contain.
+    """Return the number of samples in one epoch, which are those that the training documents contain.
 
-    The last token of a sample is the first of the next one, as in megatron-core's GPTDataset. If
+    The last token of a sample is the first token of the next one, as in megatron-core's GPTDataset. If
     ``--data-path`` has weights, an epoch has the same number of samples, sampled with these weights.
     """
     flag = "--train-data-path" if flags.train_data_path else "--data-path"
@@ -50,8 +50,9 @@ class Passes:
     """The order of samples over epochs. The first epoch uses the dataset's order, which is already shuffled.
 
     Args:
-        samples: number of samples per epoch.
-        seed: random seed; with the epoch's number it determines the order, so a run can resume anywhere.
+        samples: the number of samples per epoch.
+        seed: the random seed. The seed and the number of the epoch determine the order, so a run can resume
+            at any position.
     """
 
     def __init__(self, samples: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Sources of samples: prefixes, their weights, and the shares of a split."""
+"""Sources of samples: prefixes, the weights of prefixes, and the shares of the splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
     """Parse a list of prefixes, each optionally preceded by a weight; return weights (or None) and prefixes.
 
     Raises:
-        UsageError: only some prefixes have weights, or a weight is not above 0.
+        UsageError: only some prefixes have weights, or a weight is not greater than 0.
     """
     weights = [_number(word) for word in words[::2]]
     if all(weight is None for weight in weights):
@@ -27,21 +27,21 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
     known = [weight for weight in weights if weight is not None]
     if len(words) % 2 or len(known) < len(weights) or not all(0 < weight < math.inf for weight in known):
         raise UsageError(
-            f"{flag} {' '.join(words)}",
-            "prefixes, or a positive weight before each prefix",
-            f"Pass, for example, {flag} 0.7 first 0.3 second.",
+            f"{flag} must contain prefixes, or a positive weight before each prefix, but got "
+            f"{' '.join(words)}",
+            remedy=f"Pass, for example, {flag} 0.7 first 0.3 second.",
         )
     return known, list(words[1::2])
 
 
 def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Log on rank 0 which datasets are named more than once, possibly under different names.
+    """Log on rank 0 the datasets that are named more than once, possibly under different names.
 
-    Each occurrence is sampled separately, so a sample occurs as often as the sum of the weights implies,
-    several times per epoch.
+    Each occurrence is sampled separately, so the number of times that a sample occurs per epoch follows from
+    the sum of the weights.
 
     Args:
-        prefixes: prefixes of a blend.
+        prefixes: the prefixes of a blend.
         flag: the flag that names them.
     """
     places = Counter(os.path.realpath(f"{prefix}.bin") for prefix in prefixes)
@@ -74,9 +74,8 @@ def split_shares(text: str) -> list[float]:
     fit = all(0 <= share < math.inf for share in shares)  # which nan is not
     if not 1 <= len(shares) <= 3 or not fit or sum(shares) <= 0:
         raise UsageError(
-            f"--split {text!r}",
-            "up to three numbers, separated by commas",
-            "Pass, for example, --split 969,30,1.",
+            f"--split must be up to three numbers, separated by commas, but got {text!r}",
+            remedy="Pass, for example, --split 969,30,1.",
         )
     return [*shares, 0.0, 0.0][:3]
 
@@ -92,6 +91,6 @@ def split_text(text: str) -> str:
 
 
 def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:
-    """Return how many sequences (usually one per document) megatron-core assigns to each split."""
+    """Return the number of sequences (usually one per document) that megatron-core assigns to each split."""
     bounds = [round(sum(shares[:part]) / sum(shares) * sequences) for part in range(4)]
     return [last - first for first, last in itertools.pairwise(bounds)]

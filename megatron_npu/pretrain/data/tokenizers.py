@@ -1,4 +1,4 @@
-"""The tokenizer of a run: GPT-2's, a Hugging Face one, or none for numeric data."""
+"""The tokenizer of a run: GPT-2's tokenizer, a Hugging Face tokenizer, or none for numeric data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
-    """Return the ids of ``more`` when it follows ``text``.
+    """Return the token ids of ``more`` when it follows ``text``.
 
     GPT-2's tokenizers encode ``more`` separately, as Megatron's LAMBADA does. A Hugging Face tokenizer may
-    add tokens at the beginning of every text, so it must encode both.
+    add tokens at the beginning of every text, so it must encode both texts together.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.encode(text + more)[len(tokenizer.encode(text)) :]
@@ -25,18 +25,18 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Return the model's number of tokens: the tokenizer's, or more if ``--vocab-size`` is larger.
+    """Return the model's number of tokens: the tokenizer's number, or --vocab-size if that is larger.
 
     Raises:
-        UsageError: ``--vocab-size`` is too small for the tokenizer.
+        UsageError: ``--vocab-size`` is smaller than the tokenizer's number of tokens.
     """
     if flags.tokenizer_type == "NullTokenizer" or flags.vocab_size is None:
         return tokenizer.vocab_size
     if flags.vocab_size < tokenizer.vocab_size:
         raise UsageError(
-            f"--vocab-size {flags.vocab_size}",
-            f"at least the {tokenizer.vocab_size} tokens of the tokenizer",
-            "Remove it.",
+            f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of the tokenizer, but got "
+            f"{flags.vocab_size}",
+            remedy="Remove it.",
         )
     return flags.vocab_size
 
@@ -51,21 +51,20 @@ def build(flags: TokenizerFlags) -> Tokenizer:
     if flags.tokenizer_type == "NullTokenizer":
         if flags.vocab_size is None:
             raise UsageError(
-                "--tokenizer-type NullTokenizer without --vocab-size", "both flags", "Add --vocab-size N."
+                "--tokenizer-type NullTokenizer requires --vocab-size", remedy="Add --vocab-size N."
             )
         return NullTokenizer(flags.vocab_size, end)
     if end is not None:
         raise UsageError(
-            f"--null-tokenizer-eod-id with --tokenizer-type {flags.tokenizer_type}",
-            "NullTokenizer",
-            "Remove it.",
+            "--null-tokenizer-eod-id requires --tokenizer-type NullTokenizer, but got "
+            f"{flags.tokenizer_type}",
+            remedy="Remove it.",
         )
     if flags.tokenizer_type == "HuggingFaceTokenizer":
         if flags.tokenizer_model is None:
             raise UsageError(
-                "--tokenizer-type HuggingFaceTokenizer without --tokenizer-model",
-                "both flags",
-                "Add --tokenizer-model DIR.",
+                "--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model",
+                remedy="Add --tokenizer-model DIR.",
             )
         return HuggingFaceTokenizer(flags.tokenizer_model)
     from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
@@ -82,9 +81,8 @@ def _gpt2_file(flag: str, path: str | None) -> str:
     """
     if path is None:
         raise UsageError(
-            f"no {flag}",
-            "GPT-2's vocab.json and merges.txt",
-            "Pass both files, or use --tokenizer-type NullTokenizer.",
+            f"{flag} is required, because the default tokenizer reads GPT-2's vocab.json and merges.txt",
+            remedy="Pass both files, or use --tokenizer-type NullTokenizer.",
         )
     return path
 
@@ -95,7 +93,7 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 
 
 def hashes(flags: TokenizerFlags) -> dict[str, str]:
-    """Return the SHA-256 of each tokenizer file by name, to detect a changed vocabulary."""
+    """Return the SHA-256 of each tokenizer file by name, so that a changed vocabulary can be detected."""
     if flags.tokenizer_type == "NullTokenizer":
         return {}
     if flags.tokenizer_type != "HuggingFaceTokenizer":

@@ -1,4 +1,4 @@
-"""Validation samples: the next ones after the last validation, or all; for one or several sets."""
+"""Validation samples from one or several sets: those after the last validation, or the whole set."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_npu.pretrain.flags.plan_parts import EvaluationFlags
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A validation set with a separate loss.
+    """A validation set, for which a separate loss is computed.
 
     Attributes:
         name: its prefix if there are several sets; otherwise empty.
         dataset: its samples.
-        batches: global batches per validation.
-        is_whole: whether each validation reads the whole set; otherwise it continues after the last
-            validation.
+        batches: the number of global batches per validation.
+        is_whole: whether each validation reads the whole set; otherwise, a validation continues where the
+            previous one ended.
     """
 
     name: str
@@ -32,10 +32,10 @@ class ValidationSet:
 
 
 def sets(flags: EvaluationFlags, datasets: Datasets) -> list[ValidationSet]:
-    """Return the sets that each validation reads; empty without validation.
+    """Return the sets that each validation reads; empty if there is no validation.
 
     Raises:
-        UsageError: a set to be read completely has no samples.
+        UsageError: a set that is to be read completely has no samples.
     """
     found = list(datasets.valid_sets)
     if datasets.valid is not None:
@@ -50,20 +50,20 @@ def sets(flags: EvaluationFlags, datasets: Datasets) -> list[ValidationSet]:
 def _whole(flags: EvaluationFlags, name: str, dataset: Any) -> ValidationSet:
     if not len(dataset):
         raise UsageError(
-            f"--full-validation on {name or 'validation data'} with fewer than {flags.seq_length + 1} tokens",
-            "data for at least one sample",
-            "Provide more data, or remove the flag.",
+            f"--full-validation requires at least one sample, but {name or 'the validation data'} has "
+            f"fewer than {flags.seq_length + 1} tokens",
+            remedy="Provide more data, or remove the flag.",
         )
     padded = Padded(dataset, flags.global_batch_size)
     return ValidationSet(name, padded, len(padded) // flags.global_batch_size, True)
 
 
 class Padded(Dataset):
-    """A dataset padded with samples that are not counted, so that its global batches are complete.
+    """A dataset padded with samples that are not counted, so that its last global batch is complete.
 
     Args:
         dataset: a dataset whose samples have a ``loss_mask``.
-        multiple: pad the length to a multiple of this.
+        multiple: the length is padded to a multiple of this number.
     """
 
     def __init__(self, dataset: Any, multiple: int) -> None:

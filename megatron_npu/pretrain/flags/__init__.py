@@ -1,1 +1,1 @@
-"""Flags of the built-in trainer: declaration, checks, derived values."""
+"""Flags of the built-in trainer: their declarations, checks and derived values."""

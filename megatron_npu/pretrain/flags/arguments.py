@@ -1,6 +1,7 @@
-"""Flags of ``megatron-npu pretrain``: names, meanings and defaults of megatron-core 0.16, and a few more.
+"""Flags of ``megatron-npu pretrain``, with the names, meanings and defaults of megatron-core 0.16.
 
-``parse`` only parses them; ``validation.check`` checks them against each other and the machine.
+Some flags are additions of this project. ``parse`` only parses flags; ``validation.check`` checks them
+against each other and against the machine.
 """
 
 from __future__ import annotations

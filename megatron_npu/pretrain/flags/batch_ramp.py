@@ -1,4 +1,4 @@
-"""Batch size ramp-up over the first samples of a run (``--rampup-batch-size``)."""
+"""Support for ``--rampup-batch-size``, which increases the batch size over the first samples of a run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ramp:
-    """The growth of the batch size, which depends on the number of samples, as in megatron-core's calculator.
+    """The batch size as a function of the number of samples, as in megatron-core's calculator.
 
     Attributes:
-        start: samples in the first global batches.
-        increment: samples added by each step.
-        samples: samples used up to the last step.
+        start: the size of the first global batches.
+        increment: the number of samples that each step adds.
+        samples: the number of samples after which the final size is reached.
         last: the final size, ``--global-batch-size``.
     """
 
@@ -24,7 +24,7 @@ class Ramp:
 
     @staticmethod
     def of(args: Namespace) -> Ramp | None:
-        """Return the ramp for the flags, or None if the size is constant."""
+        """Return the ramp that the flags define, or None if the batch size is constant."""
         words = getattr(args, "rampup_batch_size", None)
         if not words:
             return None

@@ -1,4 +1,4 @@
-"""The parts of a run's plan for checkpoints: what is stored, what is loaded, whether both fit."""
+"""Parts of a run's plan for checkpoints: what is stored and loaded, and whether these are compatible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.pretrain.flags.plan_parts import Part
 
 @dataclass(frozen=True)
 class ShardFlags(Part):
-    """How the state is sharded; ``fully_sharded``: by ``megatron``'s FSDP, by ``torch``'s, or None."""
+    """How the state is sharded. ``fully_sharded`` is the FSDP: ``megatron``'s, ``torch``'s, or None."""
 
     fully_sharded: str | None
     use_distributed_optimizer: bool
@@ -21,10 +21,10 @@ class ShardFlags(Part):
 
 @dataclass(frozen=True)
 class StoreFlags(ShardFlags):
-    """What a checkpoint contains.
+    """The contents of a checkpoint.
 
-    ``all_flags`` are the whole run's: ``arguments.json`` stores them by name, and upstream's scripts read
-    theirs from the ``args`` of a checkpoint, which must be a Namespace.
+    ``all_flags`` are the flags of the whole run: ``arguments.json`` stores them by name, and upstream's
+    scripts read them from the ``args`` of a checkpoint, which must be a Namespace.
     """
 
     save: str
@@ -41,7 +41,7 @@ class StoreFlags(ShardFlags):
 
 @dataclass(frozen=True)
 class LayoutFlags(Part):
-    """The sizes that share the weights of a model between ranks."""
+    """The parallel sizes that determine how a model's weights are distributed over the ranks."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -50,7 +50,7 @@ class LayoutFlags(Part):
     num_experts: int | None
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that must agree for each rank to find its own state, by flag name."""
+        """Return, by flag name, the sizes that must be equal for each rank to find its own state."""
         result = {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
@@ -63,7 +63,7 @@ class LayoutFlags(Part):
 
 @dataclass(frozen=True)
 class ResumeFlags(LayoutFlags):
-    """What decides whether a run can read the weights and the optimizer state of a checkpoint."""
+    """The settings that decide whether a run can read a checkpoint's weights and optimizer state."""
 
     fully_sharded: str | None
     sharding: str
@@ -77,7 +77,7 @@ class ResumeFlags(LayoutFlags):
 
 @dataclass(frozen=True)
 class LoadFlags(LayoutFlags):
-    """What is loaded from which checkpoint, and how the schedule continues."""
+    """The checkpoint to load, the parts of it to load, and how the schedule continues."""
 
     load: str
     ckpt_step: int | None

@@ -1,7 +1,7 @@
 """Set values derived from the flags, as Megatron does. Each function only sets values.
 
-Only this module writes flags. The checks of each group (``checks``) call these functions once the required
-values are valid; finally ``validation.check`` freezes them.
+Only this module modifies flags. The checks of each group (``checks``) call these functions once the required
+values are valid; finally, ``validation.check`` freezes the flags.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def version(args: Namespace, of_core: str) -> None:
 
 
 def process(args: Namespace) -> None:
-    """Set this process's ranks, and defaults that depend on the device."""
+    """Set this process's ranks, and the defaults that depend on the device."""
     args.rank = int(os.environ.get("RANK", "0"))
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,7 +39,7 @@ def process(args: Namespace) -> None:
 
 
 def model(args: Namespace) -> None:
-    """Set layer sizes, and the flags that other flags abbreviate."""
+    """Set the layer sizes, and the flags for which other flags are abbreviations."""
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
@@ -69,7 +69,7 @@ def precision(args: Namespace, wanted: str) -> None:
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Set which FSDP shards the weights (``megatron``, ``torch`` or None), and Megatron's FSDP strategy."""
+    """Set the FSDP that shards the weights (``megatron``, ``torch`` or None), and Megatron's strategy."""
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
     if wrapper is not None:
         args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
@@ -95,7 +95,7 @@ def recompute_all(args: Namespace) -> None:
 
 
 def experts(args: Namespace) -> None:
-    """Set the inner size of an expert (None in a dense model); a z-loss weight of 0 becomes None."""
+    """Set the inner size of an expert (None in a dense model), and replace a z-loss weight of 0 by None."""
     args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
     args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
     if args.num_experts is None:
@@ -109,7 +109,7 @@ def experts(args: Namespace) -> None:
 
 
 def expert_layers(args: Namespace) -> list[bool]:
-    """Return whether each layer has experts, according to ``--moe-layer-freq``."""
+    """Return for each layer whether it has experts, according to ``--moe-layer-freq``."""
     frequency = args.moe_layer_freq
     if args.num_experts is None:
         return [False] * args.num_layers
@@ -119,7 +119,7 @@ def expert_layers(args: Namespace) -> list[bool]:
 
 
 def expert_layout(args: Namespace) -> None:
-    """Set the expert-tensor-parallel size to the tensor-parallel size by default."""
+    """Set the expert-tensor-parallel size, which by default equals the tensor-parallel size."""
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
 
@@ -142,7 +142,7 @@ def model_parallel_size(args: Namespace) -> int:
 
 
 def interleaving(args: Namespace) -> None:
-    """Set the number of chunks per pipeline stage; None without interleaving."""
+    """Set the number of chunks per pipeline stage, or None if the stages are not interleaved."""
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers is not None:
         chunks = args.num_layers // args.pipeline_model_parallel_size // layers
@@ -150,7 +150,7 @@ def interleaving(args: Namespace) -> None:
 
 
 def global_batch_size(args: Namespace) -> None:
-    """Set the global batch size to one micro batch per data-parallel rank by default."""
+    """Set the global batch size, which by default is one micro batch per data-parallel rank."""
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
 
@@ -173,12 +173,12 @@ def iterations(args: Namespace) -> None:
 
 
 def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
-    """Set the current paths of the tokenizer's files, because a converted checkpoint may have moved.
+    """Set the current paths of the tokenizer's files, because a converted checkpoint may have been moved.
 
     Args:
         args: arguments with the file paths under the names of their flags.
-        root: folder of the checkpoint.
-        given: files that the user named explicitly.
+        root: the folder of the checkpoint.
+        given: the files that the user named explicitly.
     """
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         setattr(args, name, given.get(name) or checkpoint_files.relocated(root, getattr(args, name)))
@@ -190,12 +190,12 @@ def vocabulary(args: Namespace, size: int) -> None:
 
 
 def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
-    """Set the hash of each tokenizer file, which checkpoints store."""
+    """Set the hash of each tokenizer file, which is stored in checkpoints."""
     args.tokenizer_files = hashes
 
 
 def data(args: Namespace, there: bool) -> None:
-    """Record whether there is data, and reset the number of samples per epoch."""
+    """Set whether there is data, and reset the number of samples per epoch."""
     args.has_data, args.epoch_samples = there, None
 
 
@@ -210,7 +210,7 @@ def last_good(args: Namespace, iteration: int | None) -> None:
 
 
 def beginning(args: Namespace, place: Path | None) -> None:
-    """Set the checkpoint to resume from; None: start from scratch."""
+    """Set the checkpoint to resume from, or None to start from scratch."""
     args.load_from = None if place is None else str(place)
 
 
@@ -231,7 +231,7 @@ def grouped_experts(args: Namespace) -> None:
 
 
 def samples_in_all(args: Namespace) -> int | None:
-    """Return the total number of samples of a run; None if its length is given in iterations."""
+    """Return the total number of samples of a run, or None if its length is given in iterations."""
     if args.epochs is not None:
         return args.epochs * args.epoch_samples
     return args.train_samples
@@ -260,7 +260,7 @@ def split(args: Namespace) -> None:
 
 
 def optimizer(args: Namespace) -> None:
-    """Set the dtype of gradients, and a default learning rate if the run needs none."""
+    """Set the dtype of gradients, and a default learning rate if the run does not require one."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
@@ -281,22 +281,22 @@ def weight_decay(args: Namespace) -> None:
 
 
 def plot(args: Namespace) -> None:
-    """Set whether a plot is written: if it has a destination and matplotlib is installed."""
+    """Set whether a plot is written, which requires a destination and matplotlib."""
     if args.plot is None:
         args.plot = has_matplotlib() and bool(args.save or args.tensorboard_dir)
 
 
 def has_matplotlib() -> bool:
-    """Return whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return is_installed("matplotlib")
 
 
 def padded_vocab_size(args: Namespace) -> None:
-    """Set the number of embedding rows: the vocabulary, padded for the tensor-parallel ranks."""
+    """Set the number of embedding rows, which is the vocabulary size padded for the tensor-parallel ranks."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
 
 
 def no_step_graph(args: Namespace) -> None:
-    """Disable the CUDA graph, because the device has none."""
+    """Disable the CUDA graph, because the device does not support CUDA graphs."""
     args.cuda_graph_impl = "none"

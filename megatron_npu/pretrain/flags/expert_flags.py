@@ -1,4 +1,4 @@
-"""Flags for a mixture of experts: Megatron's names, meanings and defaults."""
+"""Flags for mixture-of-experts models, with Megatron's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _EXAMPLE = "a number, or a pattern such as ([0]*1+[1]*3)*2"
 def layer_frequency(text: str) -> int | list[int]:
     """Parse ``--moe-layer-freq``: an interval of layers with experts, or a list with 0 or 1 for each layer.
 
-    Upstream evaluates the text as Python; here only integers and lists of 0 and 1 with ``+`` and ``*`` are
-    accepted, with the same meaning.
+    Upstream evaluates the text as Python. Here, only integers and lists of 0 and 1 combined with ``+`` and
+    ``*`` are accepted, with the same meaning.
 
     Raises:
         Unfit: the value is neither an integer nor such a list.
@@ -47,7 +47,7 @@ def _pattern(node: ast.expr) -> int | list[int]:
         layers = _combined(node.op, _pattern(node.left), _pattern(node.right))
         if layers is not None:
             return layers
-    raise ValueError("not a layer pattern")
+    raise ValueError("the text is not a layer pattern")
 
 
 def _combined(operator: ast.operator, left: int | list[int], right: int | list[int]) -> list[int] | None:
@@ -61,7 +61,7 @@ def _combined(operator: ast.operator, left: int | list[int], right: int | list[i
 
 
 class _OneOrMany(argparse.Action):
-    """Store a single value as it is and several values as a list, as Megatron does."""
+    """Store a single value as a scalar and several values as a list, as Megatron does."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
@@ -75,7 +75,7 @@ def of_a_dense_model() -> dict[str, Any]:
 
 
 def add(add: Add) -> None:
-    """Add the flags; all except ``--num-experts`` have an effect only together with it."""
+    """Add the flags; all except ``--num-experts`` have an effect only together with ``--num-experts``."""
     _model(add)
     _router(add)
     _balance(add)

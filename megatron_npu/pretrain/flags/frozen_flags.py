@@ -1,4 +1,4 @@
-"""A run's flags with derived values: set once, then read-only."""
+"""Flags of a run with derived values, which are set once and then become read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags for the job: when a run ends, which checkpoints are kept, and how it is validated."""
+"""Flags for the job: when a run ends, which checkpoints are kept, and how the run is validated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNHEARD = ("SIGKILL", "SIGSTOP")  # no process hears of them
 
 
 def add_ramp(add: Add) -> None:
-    """Declare the flags of the batch size ramp."""
+    """Add the flags of the batch size ramp."""
     add(
         "--rampup-batch-size",
         type=positive,
@@ -26,7 +26,7 @@ def add_ramp(add: Add) -> None:
 
 
 def add_ends(add: Add) -> None:
-    """Declare the flags that end a run early."""
+    """Add the flags that end a run early."""
     add_shared(add, "--exit-interval")
     add(
         "--exit-duration-in-mins",
@@ -45,7 +45,7 @@ def add_ends(add: Add) -> None:
 
 
 def add_step_graph(add: Add) -> None:
-    """Declare the flags for capturing a step as a CUDA graph."""
+    """Add the flags for capturing a step as a CUDA graph."""
     add(
         "--cuda-graph-impl",
         choices=["none", "local"],
@@ -63,7 +63,7 @@ def add_step_graph(add: Add) -> None:
 
 
 def add_retention(add: Add) -> None:
-    """Declare the flags that select which checkpoints are kept."""
+    """Add the flags that select the checkpoints to keep."""
     add(
         "--save-retain-interval",
         type=positive,
@@ -78,7 +78,7 @@ def add_retention(add: Add) -> None:
 
 
 def add_validation(add: Add) -> None:
-    """Declare the flags that select the validation data."""
+    """Add the flags that select the validation data."""
     add(
         "--full-validation",
         action="store_true",
@@ -93,7 +93,7 @@ def add_validation(add: Add) -> None:
 
 
 def add_wandb(add: Add) -> None:
-    """Declare the flags of Weights & Biases."""
+    """Add the flags of Weights & Biases."""
     add(
         "--wandb-project",
         metavar="NAME",

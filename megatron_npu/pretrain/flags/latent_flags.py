@@ -1,4 +1,4 @@
-"""Flags for multi-latent attention and multi-token prediction: Megatron's names and defaults."""
+"""Flags for multi-latent attention and multi-token prediction, with Megatron's names and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the attention flags; all except the first have an effect only with it, or with yarn."""
+    """Add the attention flags; all except the first have an effect only with the first, or with yarn."""
     add_attention(add)
     add(
         "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"

@@ -1,4 +1,4 @@
-"""Flags for Muon: Megatron's names and defaults (Jordan et al. 2024, arXiv:2502.16982)."""
+"""Flags for Muon (Jordan et al. 2024, arXiv:2502.16982), with Megatron's names and defaults."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def add(add: Add) -> None:
 
 
 def installed() -> bool:
-    """Return whether the package that contains Muon is installed."""
+    """Return True if the package that contains Muon is installed."""
     return is_installed(PACKAGE)

@@ -1,7 +1,7 @@
 """The parts of a run's plan: for each subject, a frozen class whose typed fields are named like the flags.
 
-A part of the built-in trainer takes only the classes that it needs. ``of`` fills a class from resolved flags:
-those that ``validation.check`` returned, or those that a checkpoint has stored.
+Each part of the built-in trainer takes only the classes that it needs. ``of`` fills a class from resolved
+flags, which ``validation.check`` returned or a checkpoint has stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True)
 class Part:
-    """The flags of one subject, as fields of the same names."""
+    """The flags of one subject, as fields with the same names."""
 
     @classmethod
     def of(cls: type[_Part], args: Namespace) -> _Part:
@@ -35,7 +35,7 @@ class Part:
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        """Return the values of the fields that do not simply copy the flag of the same name."""
+        """Return the values of the fields that are not copies of the flag with the same name."""
         return {}
 
 
@@ -43,7 +43,7 @@ class Part:
 class WandbFlags(Part):
     """The destination of a run in Weights & Biases.
 
-    ``place`` is the local folder; ``config`` contains all flags, which the site shows.
+    ``place`` is the local folder; ``config`` contains all flags, which the web site displays.
     """
 
     wandb_project: str
@@ -77,7 +77,7 @@ class SinkFlags(Part):
 
 @dataclass(frozen=True)
 class ModelSizes(Part):
-    """The sizes from which FLOPs are computed; ``expert_layers``: whether each layer has experts."""
+    """The sizes from which FLOPs are computed. ``expert_layers``: for each layer, whether it has experts."""
 
     hidden_size: int
     num_layers: int
@@ -108,7 +108,7 @@ class ModelSizes(Part):
 
 @dataclass(frozen=True)
 class LogFlags(SinkFlags):
-    """The flags that the log lines include; ``ramps``: whether the global batch size ramps up."""
+    """The flags that the log lines include. ``ramps`` says whether the global batch size ramps up."""
 
     world_size: int = 1
     global_batch_size: int = 1
@@ -189,7 +189,7 @@ class DatasetFlags(SourceFlags):
 
 @dataclass(frozen=True)
 class BatchFlags(Part):
-    """How micro batches are read; ``epoch_samples``: number of samples per epoch, None without --epochs."""
+    """How micro batches are read. ``epoch_samples``: samples per epoch, or None without --epochs."""
 
     micro_batch_size: int
     num_workers: int
@@ -216,7 +216,7 @@ class SampleFlags(Part):
 
 @dataclass(frozen=True)
 class SaveFlags(Part):
-    """When checkpoints are written, and which are kept."""
+    """When checkpoints are written, and which of them are kept."""
 
     save: str | None
     save_interval: int | None
@@ -227,7 +227,7 @@ class SaveFlags(Part):
 
 @dataclass(frozen=True)
 class LoopFlags(Part):
-    """What may happen between two steps, and how often."""
+    """The actions between two steps, and their intervals."""
 
     log_interval: int
     eval_interval: int | None
@@ -238,7 +238,7 @@ class LoopFlags(Part):
 
 @dataclass(frozen=True)
 class EndFlags(Part):
-    """What can end a run before its last iteration."""
+    """The conditions that end a run before its last iteration."""
 
     exit_signal: str
     exit_signal_handler: bool
@@ -248,7 +248,7 @@ class EndFlags(Part):
 
 @dataclass(frozen=True)
 class GuardFlags(Part):
-    """How bad iterations are detected, and what happens then."""
+    """How bad iterations are detected, and how the run reacts to them."""
 
     rerun_mode: str
     loss_spike_policy: str
@@ -275,7 +275,10 @@ class EvaluationFlags(Part):
 
 @dataclass(frozen=True)
 class ExpertFlags(Part):
-    """How experts are balanced; ``layers``: whether each layer has experts, with prediction layers last."""
+    """How experts are balanced.
+
+    ``layers`` says for each layer whether it has experts; prediction layers come last.
+    """
 
     num_experts: int | None
     moe_router_load_balancing_type: str | list[str]

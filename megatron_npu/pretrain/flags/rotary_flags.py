@@ -1,4 +1,4 @@
-"""Flags for rotary embeddings: Megatron's names where they exist, and additional ones."""
+"""Flags for rotary embeddings, with Megatron's names where these exist, and additional flags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROTATED = ("rope", "yarn")  # values of --position-embedding-type
 
 
 def add(add: Add) -> None:
-    """Add the flags for every rotary embedding."""
+    """Add the flags that apply to every rotary embedding."""
     add(
         "--rotary-percent",
         type=number,

@@ -1,4 +1,4 @@
-"""``--config FILE`` and ``--preset NAME``: flags from a file, and the sizes of known models.
+"""Support for ``--config FILE`` and ``--preset NAME``: flags from a file, and the sizes of known models.
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 
 Add = Any
 _LLAMA = (
@@ -40,7 +40,7 @@ _LINE = re.compile(r"(?:--)?(?P<name>[A-Za-z][\w-]*)\s*:(?:\s+(?P<value>.*))?$")
 
 
 def add(group: Add) -> None:
-    """Declare both flags; ``expanded`` removes them before the others are parsed."""
+    """Add both flags to a parser; ``expanded`` removes them before the other flags are parsed."""
     group(
         "--config",
         metavar="FILE",
@@ -59,7 +59,7 @@ def add(group: Add) -> None:
 
 
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command line with the flags of --preset and --config inserted before its own.
+    """Return a command line in which the flags of --preset and --config precede the given ones.
 
     Raises:
         UsageError: the preset or file does not exist, or a line does not set a flag to a valid value.
@@ -82,7 +82,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
     Args:
         typed: the result of ``arguments.parse``.
         resolved: the result of ``validation.check``; derived values are added as comments.
-        parser: the parser of both.
+        parser: the parser that was used for both.
     """
     given: dict[str, str] = {}
     filled_in: dict[str, str] = {}
@@ -101,7 +101,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
 
 
 def _line(action: argparse.Action, value: Any) -> str | None:
-    """Return the line that sets a flag; None if the flag is a switch that was not used."""
+    """Return the line that sets a flag, or None if the flag is a switch that was not used."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"{action.option_strings[0 if value else -1].removeprefix('--')}: true"
     name = action.option_strings[0].removeprefix("--")
@@ -127,7 +127,7 @@ def _quoted(text: str) -> str:
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the command line without --config and --preset, and the values of each of the two."""
+    """Return the command line without --config and --preset, and the values of these two flags."""
     rest: list[str] = []
     values: dict[str, list[str]] = {"--config": [], "--preset": []}
     words = iter(argv)
@@ -139,36 +139,41 @@ def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         if not equals:
             value = next(words, "")
         if not value or value.startswith("--"):
-            expected = "a file of flags" if flag == "--config" else " or ".join(PRESETS)
-            raise UsageError(f"{flag} without a value", expected, f"Write {flag} VALUE.")
+            expected = "a file of flags" if flag == "--config" else either(PRESETS)
+            raise UsageError(f"{flag} requires a value: {expected}", remedy=f"Write {flag} VALUE.")
         values[flag].append(value)
     return rest, values["--config"], values["--preset"]
 
 
 def _preset(name: str) -> str:
     if name not in PRESETS:
-        raise UsageError(f"--preset {name}", " or ".join(PRESETS), "Choose one of them, or pass the flags.")
+        raise UsageError(
+            f"--preset must be {either(PRESETS)}, but got {name}",
+            remedy="Choose one of them, or pass the flags.",
+        )
     return PRESETS[name]
 
 
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag of a file with its values; switches that are false are omitted."""
+    """Yield each flag of a file with its values; switches whose value is false are omitted."""
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     seen: set[str] = set()
     for where, line in _lines(path):
         given, value = _flag_and_value(line, where)
         name = _known_flag(given, flags, where)
         if name in seen:
-            raise UsageError(f"{where}: {name} is given twice", "each flag once", "Remove one of the lines.")
+            raise UsageError(
+                f"{where}: {name} is set twice, but each flag may be set only once",
+                remedy="Remove one of the lines.",
+            )
         seen.add(name)
         values = _values(value, where)
         if flags[name].nargs != 0:
             yield name, values
         elif values not in (["true"], ["false"]):
             raise UsageError(
-                f"{where}: {name} is set to {value}",
-                "true or false",
-                "Write true or false, because this flag is a switch.",
+                f"{where}: {name} is a switch and must be true or false, but is set to {value}",
+                remedy="Write true or false.",
             )
         elif values == ["true"]:
             yield name, []
@@ -180,7 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--config {path}: {error}", "a readable YAML file of flags", "Check the path."
+            f"--config {path} cannot be read as a YAML file of flags: {error}", remedy="Check the path."
         ) from None
     for number, line in enumerate(lines, 1):
         text = _without_comment(line)
@@ -197,7 +202,8 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
     match = None if line[0].isspace() else _LINE.match(line)
     if match is None or not match["value"]:
         raise UsageError(
-            f"{where} is {line.strip()}", "flag: value", "Write one flag per line, and lists as [a, b]."
+            f"{where} must have the form `flag: value`, but is {line.strip()}",
+            remedy="Write one flag per line, and lists as [a, b].",
         )
     return match["name"], match["value"]
 
@@ -205,14 +211,14 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
 def _known_flag(given: str, flags: Collection[str], where: str) -> str:
     """Return the flag that a line names.
 
-    The name may be spelled with - or _, because Megatron has names such as --override-opt_param-scheduler.
+    The name may be spelled with - or _, because Megatron has flags such as --override-opt_param-scheduler.
     """
     name = next((f"--{each}" for each in _spelt(given) if f"--{each}" in flags), "")
     if name and name not in ("--help", "--config"):
         return name
     near = difflib.get_close_matches(f"--{given}", flags, n=3)
-    expected = " or ".join(near) if near else "a flag of `megatron-npu pretrain --help`"
-    raise UsageError(f"{where}: unknown flag {given}", expected, "Correct the name.")
+    meant = f"Did you mean {either(near)}?" if near else "See `megatron-npu pretrain --help` for all flags."
+    raise UsageError(f"{where}: unknown flag {given}", remedy=meant)
 
 
 def _spelt(name: str) -> tuple[str, str]:
@@ -226,11 +232,17 @@ def _without_comment(line: str) -> str:
 def _values(text: str, where: str) -> list[str]:
     """Return a scalar, or the elements of a list in brackets."""
     if text[0] in "{|>&*!":
-        raise UsageError(f"{where}: {text}", "a plain value or [a, b]", "Nested YAML is not supported.")
+        raise UsageError(
+            f"{where}: the value must be a plain value or [a, b], but is {text}",
+            remedy="Nested YAML is not supported.",
+        )
     if not text.startswith("["):
         return [_scalar(text)]
     if not text.endswith("]"):
-        raise UsageError(f"{where}: {text}", "a list that ends on that line: [a, b]", "Close the bracket.")
+        raise UsageError(
+            f"{where}: the list must end on the line on which it begins, as in [a, b], but is {text}",
+            remedy="Close the bracket.",
+        )
     parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", text[1:-1])
     return [_scalar(part.strip()) for part in parts if part.strip()]
 

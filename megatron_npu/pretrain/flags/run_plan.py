@@ -1,4 +1,4 @@
-"""The plan of a run, derived from its flags: ranks, length, batches, where to resume."""
+"""The plan of a run, derived from its flags: ranks, length, batches and the position to resume from."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class RunPlan:
     """A run as specified by its resolved flags.
 
     Attributes:
-        rank, world_size: number of this process, and number of all processes.
-        data_parallel_size: number of processes with the same part of the model.
-        iterations: the last iteration of the whole run, also if its length is given in samples or epochs.
+        rank, world_size: the number of this process, and the number of processes.
+        data_parallel_size: the number of processes with the same part of the model.
+        iterations: the last iteration of the whole run, even if its length is given in samples or epochs.
         global_batch_size: sequences per iteration on all ranks.
-        micro_batch_size, micro_batches: sequences per forward pass, and passes per iteration.
+        micro_batch_size, micro_batches: sequences per forward pass, and forward passes per iteration.
         seq_length: tokens per sequence.
-        has_data: whether there is data; a model can be saved without it.
-        load_from: the checkpoint to resume from; None: start from scratch.
+        has_data: whether there is data; a model can be saved without data.
+        load_from: the checkpoint to resume from. If None, the run starts from scratch.
         ramp: the batch size ramp, or None.
-        fully_sharded: which FSDP shards the weights: ``megatron``, ``torch`` or None.
-        vocabulary, padded_vocabulary: number of tokens, and number of embedding rows.
+        fully_sharded: the FSDP that shards the weights: ``megatron``, ``torch`` or None.
+        vocabulary, padded_vocabulary: the number of tokens, and the number of embedding rows.
         overlap_grad_reduce, overlap_param_gather: which communication overlaps with computation.
         captures_steps: whether a step is captured as one CUDA graph.
         takes_over: whether only the weights of ``load_from`` are loaded (--finetune).
         sums_over_context: whether megatron-core divides a loss by the tokens of all context-parallel ranks.
         sizes, data, batches, log, loop, ends, saves, stored, guard, evaluation, experts, schedule: the flags
             of one subject each; ``saves`` says when checkpoints are written, ``stored`` what they contain.
-        loads: what is loaded from ``load_from``; None: nothing.
-        flags: all flags, frozen: checkpoints store them, and upstream's configs read fields by name.
+        loads: what is loaded from ``load_from``. If None, nothing is loaded.
+        flags: all flags, frozen; checkpoints store them, and upstream's configs read fields by name.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Flags) -> RunPlan:
-        """Return the plan for resolved flags, the result of ``validation.check``."""
+        """Return the plan for resolved flags, which are the result of ``validation.check``."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -137,12 +137,12 @@ class RunPlan:
 
     @property
     def only_saves(self) -> bool:
-        """Whether the run has no iterations: the model is initialized, or loaded, and saved."""
+        """True if the run has no iterations, so that the model is only initialized or loaded, and saved."""
         return self.iterations == 0
 
 
 def _sums_over_context(args: Flags) -> bool:
-    """Return whether megatron-core expects the token count of all context-parallel ranks as the divisor.
+    """Return True if megatron-core expects the token count of all context-parallel ranks as the divisor.
 
     Up to 0.12 it multiplies each micro batch's mean loss by the number of context-parallel ranks.
     """

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_npu import devices
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, either
 from megatron_npu.checkpoint_files import hybrid_layers
 from megatron_npu.options.attention_flags import AttentionFlags
 from megatron_npu.pretrain.flags import arguments, derive, latent_flags, rotary_flags
@@ -78,8 +78,9 @@ _NOT_OF_THE_MODEL = tuple(
 
 
 def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for a stock checkpoint's model, except those that follow from its
-    tokenizer.
+    """Return the trainer's arguments for the model of a stock checkpoint.
+
+    Arguments that depend on its tokenizer are not included.
 
     Args:
         values: the ``args`` that the stock script saved.
@@ -116,7 +117,7 @@ def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a GPT model that is equivalent to a hybrid model of attention and MLP layers.
 
     Raises:
-        UsageError: the hybrid model has other layers.
+        UsageError: the hybrid model contains other layers.
     """
     pattern = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not pattern:
@@ -126,10 +127,10 @@ def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _counts_the_end(values: Mapping[str, Any]) -> bool:
-    """Return whether ``vocab_size`` includes the end-of-document token, as NullTokenizer's does since 0.18.
+    """Return True if ``vocab_size`` includes the end-of-document token, as NullTokenizer's does since 0.18.
 
-    In earlier versions, and in the built-in trainer, that token comes on top of ``vocab_size``. The version
-    is recognized by a flag that the scripts introduced in 0.18.
+    In earlier versions, and in the built-in trainer, that token is added to ``vocab_size``. The version is
+    recognized by a flag that the scripts introduced in 0.18.
     """
     counted = values.get("tokenizer_type") == "NullTokenizer" and _END_OF_NULL in values
     return counted and isinstance(values.get("vocab_size"), int)  # anything else is refused with the flags
@@ -143,14 +144,17 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
     known = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
     if values.get("tokenizer_type") not in known:
         raise UsageError(
-            f"a checkpoint with --tokenizer-type {values.get('tokenizer_type')}",
-            " or ".join(known),
-            "The checkpoint does not store its vocabulary size, and only these tokenizers determine it.",
+            f"a checkpoint must have --tokenizer-type {either(known)}, but this one has "
+            f"{values.get('tokenizer_type')}",
+            remedy="The checkpoint does not store its vocabulary size, and only these tokenizers "
+            "determine it.",
         )
     other = [*_other_classes(values), *_other_fields(values)]
     if other:
         raise UsageError(
-            f"a Megatron-LM checkpoint with {', '.join(other)}", "a plain GPT", "Nothing was written."
+            "only checkpoints of a plain GPT are supported, but this Megatron-LM checkpoint has "
+            f"{', '.join(other)}",
+            remedy="Nothing was written.",
         )
 
 
@@ -167,7 +171,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values for fields of TransformerConfig that the built-in trainer cannot set."""
+    """Yield the values for fields of TransformerConfig that the built-in trainer cannot set."""
     import dataclasses
 
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -217,7 +221,7 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
 def beyond(args: Namespace) -> list[str]:
     """Return the settings of a model that the stock scripts do not support, each with the reason.
 
-    With other values the scripts would compute a different model; ``--use-checkpoint-args`` does not help,
+    With these settings, the scripts would compute a different model. ``--use-checkpoint-args`` does not help,
     because the scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of
     this plug-in.
 

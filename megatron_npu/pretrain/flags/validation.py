@@ -1,7 +1,7 @@
-"""Check the flags against each other and the machine before anything is built.
+"""Check the flags against each other and against the machine before anything is built.
 
-Bad input ends here with a one-line error. ``check`` also sets derived values (``derive``), so that the rest
-of the trainer reads plain values.
+Invalid input is reported here with a one-line error. ``check`` also sets derived values (``derive``), so that
+the rest of the trainer reads plain values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
 
     Args:
         args: the result of ``arguments.parse``.
-        data_check: checks tokenizer and data, and sets values derived from them.
+        data_check: checks the tokenizer and the data, and sets values derived from them.
 
     Raises:
         UsageError: a flag, a file, the machine or a checkpoint is invalid, or does not match the others.
@@ -100,4 +100,4 @@ def ranges(args: Namespace) -> None:
             field = "layernorm_epsilon" if flag == "norm-epsilon" else flag.replace("-", "_")
             value = getattr(args, field)
             if value is not None and not fits(value):
-                raise UsageError(f"--{flag} {value}", expected, "Change it.")
+                raise UsageError(f"--{flag} must be {expected}, but got {value}", remedy="Change it.")

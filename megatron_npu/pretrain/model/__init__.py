@@ -1,1 +1,1 @@
-"""Model, optimizer and data-parallel wrapper of the built-in trainer."""
+"""The model, the optimizer and the data-parallel wrapper of the built-in trainer."""

@@ -1,4 +1,4 @@
-"""Add a bias to the attention's output projection only, for which megatron-core has no flag."""
+"""Add a bias to the output projection of the attention only, for which megatron-core has no flag."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class BiasedProjection(RowParallelLinear):
 
 
 def add(layers: Any) -> None:
-    """Give the attention's output projection a bias in all layers of a spec.
+    """Add a bias to the attention's output projection in all layers of a spec.
 
     Args:
-        layers: the spec, for all layers or with one entry per layer.
+        layers: the spec, either for all layers or with one entry per layer.
     """
     for layer in getattr(layers, "layer_specs", [layers]):
         attention = layer.submodules.self_attention.submodules
         if attention.linear_proj is not BiasedProjection and attention.linear_proj is not RowParallelLinear:
-            raise AssertionError(f"the attention ends in {attention.linear_proj}, not in RowParallelLinear")
+            raise AssertionError(
+                f"the attention must end in RowParallelLinear, but ends in {attention.linear_proj}"
+            )
         attention.linear_proj = BiasedProjection

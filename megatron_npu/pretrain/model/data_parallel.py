@@ -1,4 +1,4 @@
-"""The data-parallel wrapper: Megatron's DDP, Megatron's FSDP, or torch's FSDP."""
+"""The data-parallel wrapper, which is Megatron's DDP, Megatron's FSDP or torch's FSDP."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
 
 
 def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
-    """Wrap a chunk of the model as selected by ``args.fully_sharded``.
+    """Wrap a chunk of the model in the wrapper that ``args.fully_sharded`` selects.
 
     Args:
         module: the chunk, on its device and in its precision.
-        stage: number of the interleaved chunk; None without interleaving.
+        stage: the number of the interleaved chunk; None without interleaving.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -48,10 +48,10 @@ def _config(args: Namespace) -> Any:
 
 
 def _torch_fsdp(config: TransformerConfig, module: torch.nn.Module) -> Any:
-    """Return the chunk sharded layer by layer; weights outside the layers stay gathered for a whole pass.
+    """Return the chunk, sharded layer by layer; weights outside the layers stay gathered during a pass.
 
-    Upstream would gather the embedding only for its own computation, so that the output layer, which uses the
-    same weight, would find only a shard of it.
+    Upstream would gather the embedding only while the embedding itself is computed, so that the output layer,
+    which uses the same weight, would have only a shard of it.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
     from megatron.core.transformer.transformer_layer import TransformerLayer

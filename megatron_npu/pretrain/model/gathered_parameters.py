@@ -1,4 +1,4 @@
-"""Gather all parameters at once that would otherwise be gathered during the forward pass."""
+"""Gather, in one step, all parameters that would otherwise be gathered during the forward pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def gathered(model: list[Any], *, overlaps: bool) -> Iterator[None]:
 
     Args:
         model: the model's chunks.
-        overlaps: whether they are gathered during the forward pass (--overlap-param-gather); otherwise there
-            is nothing to do.
+        overlaps: whether parameters are gathered during the forward pass (--overlap-param-gather); if not,
+            nothing is done.
     """
     if not overlaps:
         yield

@@ -1,7 +1,7 @@
 """Build the GPT model, its optimizer and schedule from flags, with megatron-core's classes and local spec.
 
-Functions that fill in a megatron-core config take all flags (``args``), because the installed version decides
-which fields it has; each field has the name of its flag (``data_parallel.of_the_same_name``).
+Functions that fill a megatron-core config take all flags (``args``), because the fields of the config depend
+on the installed version; each field has the name of its flag (``data_parallel.of_the_same_name``).
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _activation(args: Namespace) -> dict[str, Any]:
 def _require_softmax(args: Namespace, known: set[str]) -> None:
     if args.softmax_type != "vanilla" and "softmax_type" not in known:
         raise UsageError(
-            f"--softmax-type {args.softmax_type} with a megatron-core older than 0.15",
-            "megatron-core 0.15 or later",
-            "Remove the flag, or install that version.",
+            f"--softmax-type {args.softmax_type} requires megatron-core 0.15 or later, but an older "
+            "version is installed",
+            remedy="Remove the flag, or install that version.",
         )
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration; the fused-attention flags are in its ``attention_flags``.
+    """Return the model's configuration; its ``attention_flags`` contain the flags for fused attention.
 
     Raises:
         UsageError: megatron-core rejects the combination, or does not support the selected softmax.
@@ -91,11 +91,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     except UsageError:
         raise
     except (AssertionError, ValueError) as error:
-        raise UsageError(
-            f"megatron-core rejects this model: {error}",
-            "a combination of flags that megatron-core supports",
-            "Change the flags.",
-        ) from error
+        raise UsageError(f"megatron-core rejects this model: {error}", remedy="Change the flags.") from error
     config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
     if "window_attn_skip_freq" not in known:  # before 0.15, for the same
         config.layers_with_window = args.window_attn_skip_freq
@@ -109,8 +105,8 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
     """Return one chunk of the model on the host or device, depending on ``--use-cpu-initialization``.
 
     Args:
-        stage: number of the interleaved chunk; None without interleaving.
-        first, last: whether the chunk has the embedding, and the output layer.
+        stage: the number of the interleaved chunk; None without interleaving.
+        first, last: whether the chunk contains the embedding, and whether it contains the output layer.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -145,8 +141,8 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
 def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
     """Number the routers of multi-token prediction after those of the other layers.
 
-    Up to megatron-core 0.16 their numbers start at 1, so that their losses are added to those of the first
-    layers.
+    Up to megatron-core 0.16, their numbers start at 1, so that their losses would be added to those of the
+    first layers.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -157,7 +153,7 @@ def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
-    """Return megatron-core's local layer spec for a chunk: one for all layers, or one per layer."""
+    """Return megatron-core's local layer spec for a chunk, which is one spec or one spec per layer."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if flags.num_experts is None:
@@ -194,7 +190,7 @@ def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any
 
 
 def _stage_is_passed() -> bool:
-    """Return whether chunks receive their number as an argument; megatron-core 0.12 keeps it in a global."""
+    """Return True if chunks receive their number as an argument; megatron-core 0.12 uses a global."""
     from megatron.core import parallel_state
 
     return "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
@@ -205,7 +201,7 @@ def _stage(stage: int | None) -> dict[str, int | None]:
 
 
 def mean_stage(stage: int | None) -> None:
-    """Set megatron-core 0.12's global variable for the number of the interleaved chunk inside the block."""
+    """Inside the block, set megatron-core 0.12's global variable for the number of the interleaved chunk."""
     from megatron.core import parallel_state
 
     if stage is not None and not _stage_is_passed():
@@ -213,7 +209,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the first in the model, and whether it is the last.
+    """Return two booleans: whether a chunk of this process is the model's first, and whether it is the last.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -226,7 +222,7 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module on the device, in half precision (with outputs in fp32) if the flags select it."""
+    """Return the module on the device, in half precision (with fp32 outputs) if the flags select it."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
@@ -234,7 +230,7 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """Return this process's chunks of the model (one without interleaving), on the device."""
+    """Return this process's chunks of the model (one without interleaving), moved to the device."""
     stages, flags, chunks = args.virtual_pipeline_model_parallel_size, ModelFlags.of(args), []
     for stage in range(stages) if stages else [None]:
         mean_stage(stage)
@@ -258,7 +254,7 @@ def wrapped(
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return megatron-core's optimizer: main weights, loss scale, clipping, weight-decay groups."""
+    """Return megatron-core's optimizer with main weights, loss scale, clipping and weight-decay groups."""
     from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -282,7 +278,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
 
 
 def schedule(flags: ScheduleFlags, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the schedule of learning rate and weight decay, which counts samples as in Megatron."""
+    """Return the schedule of the learning rate and the weight decay, which counts samples as in Megatron."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     total, decay, warmup, last_part = flags.in_samples()
@@ -339,9 +335,10 @@ class Parameters:
     """Parameter counts of the whole model; each weight is counted once.
 
     Attributes:
-        total: all weights.
-        without_embeddings: weights of the layers and the last norm.
-        active: weights used per token: with experts, ``--moe-router-topk`` of them per layer.
+        total: the number of all weights.
+        without_embeddings: the number of weights of the layers and the last norm.
+        active: the number of weights used per token; of the experts, this includes ``--moe-router-topk`` per
+            layer.
     """
 
     total: int
@@ -352,9 +349,9 @@ class Parameters:
 def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameters:
     """Return the parameter counts of the whole model (including vocabulary padding).
 
-    A collective: all ranks must call it. Each rank counts its share as megatron-core's gradient norm does:
-    without the last stage's copy of a tied embedding, and replicated weights only on the first
-    tensor-parallel rank. Experts are counted over their own ranks.
+    A collective: all ranks must call it. Each rank counts its share in the same way as megatron-core's
+    gradient norm: the last stage's copy of a tied embedding is not counted, and replicated weights are
+    counted only on the first tensor-parallel rank. Experts are counted over their own ranks.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -378,7 +375,7 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return whether this rank counts an expert's weight, rather than another expert-tensor-parallel rank."""
+    """Return True if this rank is the expert-tensor-parallel rank that counts an expert's weight."""
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

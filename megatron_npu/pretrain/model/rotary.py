@@ -1,8 +1,8 @@
-"""Rotary frequencies that megatron-core versions compute differently or not at all.
+"""Rotary frequencies that some versions of megatron-core compute differently or do not support.
 
-They are Llama 3's for an original length other than 8192, YaRN's (in megatron-core since 0.15, in its scripts
-since 0.19), and those that depend on the text length (dynamic NTK). Formulas and order of operations are
-those of Transformers, so that both models use the same angles.
+These are Llama 3's for an original length other than 8192, YaRN's (in megatron-core since 0.15, in its
+scripts since 0.19), and those that depend on the text length (dynamic NTK). The formulas and the order of
+operations are those of Transformers, so that both models use the same angles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 
 
 def scale(flags: ModelFlags, gpt: Any) -> None:
-    """Replace the plain rotary frequencies of a GPTModel by those that the flags select."""
+    """Replace the plain rotary frequencies of a GPTModel with those that the flags select."""
     embedding = getattr(gpt, "rotary_pos_emb", None)
     if embedding is None or flags.multi_latent_attention:
         return
@@ -40,13 +40,13 @@ def scale(flags: ModelFlags, gpt: Any) -> None:
 
 
 def is_of_core(flags: ModelFlags) -> bool:
-    """Return whether ``--use-rope-scaling`` selects megatron-core's built-in scaling, with any factor."""
+    """Return True if ``--use-rope-scaling`` selects megatron-core's built-in scaling, with any factor."""
     given = {name: getattr(flags, name) for name in rotary_flags.NAMES}
     return given == rotary_flags.OF_CORE
 
 
 def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
-    """Return Llama 3's frequencies: those of long wavelengths are divided by the factor, others are kept."""
+    """Return Llama 3's frequencies: only frequencies of long wavelengths are divided by the factor."""
     length = flags.rope_scaling_original_max_position_embeddings
     low, high = flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor
     factor, waves = flags.rope_scaling_factor, 2 * math.pi / plain
@@ -57,7 +57,7 @@ def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
 
 
 def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
-    """Return YaRN's frequencies: high ones are kept, low ones interpolated."""
+    """Return YaRN's frequencies: high frequencies are kept, and low frequencies are interpolated."""
     pairs = plain.numel()
     dim, base, length = 2 * pairs, flags.rotary_base, flags.yarn_original_max_position_embeddings
 
@@ -77,13 +77,13 @@ def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
 
 
 class DynamicRotary(RotaryEmbedding):
-    """Frequencies whose base grows for texts longer than the original length.
+    """Frequencies whose base increases for texts that are longer than the original length.
 
-    All positions of a text that is processed at once use the frequencies for its length. If it grows token by
-    token with a KV cache, each token keeps the angles of its first use, as in Transformers.
+    All positions of a text that is processed at once use the frequencies for its length. If the text grows
+    token by token with a KV cache, each token keeps the angles of its first use, as in Transformers.
 
     Args:
-        flags: flags of the model.
+        flags: the flags of the model.
         plain: the embedding that this one replaces.
     """
 
@@ -122,7 +122,7 @@ class DynamicRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        """Return the current number of tokens; upstream returns the final number."""
+        """Return the current number of tokens; upstream's method returns the final number."""
         if inference_context is None:
             return super().get_rotary_seq_len(
                 inference_context, transformer, transformer_input, *rest, **options

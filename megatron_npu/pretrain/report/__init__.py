@@ -1,1 +1,1 @@
-"""Output of a run: log, JSON lines, TensorBoard, dashboard."""
+"""Output of a run: the log, JSON lines, TensorBoard and the dashboard."""

@@ -1,4 +1,4 @@
-"""Samples generated during training: ``--sample-prompt``."""
+"""Support for ``--sample-prompt``, which generates samples during training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Text(NamedTuple):
 
 
 class Samples:
-    """Generates samples for the same prompts repeatedly.
+    """Generates samples for the same prompts repeatedly during a run.
 
     Args:
         flags: the prompts, and how they are continued.
-        model: this process's chunks.
+        model: this process's chunks of the model.
     """
 
     def __init__(self, flags: SampleFlags, model: Sequence[torch.nn.Module]) -> None:
@@ -39,7 +39,7 @@ class Samples:
         self._sampler = Sampler(model, self._tokenizer, flags.tokenizer_vocab_size)
 
     def draw(self) -> list[Text]:
-        """Return a sample for each prompt. A collective of all ranks; no global random generator is used.
+        """Return a sample for each prompt, using no global random generator. All ranks must call this.
 
         Raises:
             UsageError: the model's logits are NaN or infinite.
@@ -74,7 +74,7 @@ def check(args: Namespace, tokenizer: Tokenizer) -> None:
         number, most = len(ids_of(tokenizer, prompt)), args.max_position_embeddings - 1
         if number > most:
             raise UsageError(
-                f"a --sample-prompt has {number} tokens",
-                f"at most {most}, one less than --max-position-embeddings",
-                "Shorten the prompt.",
+                f"a --sample-prompt must have at most {most} tokens, one less than "
+                f"--max-position-embeddings, but has {number}",
+                remedy="Shorten the prompt.",
             )

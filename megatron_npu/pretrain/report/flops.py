@@ -1,4 +1,4 @@
-"""Floating-point operations of one training step, for the throughput in the log."""
+"""Number of floating-point operations in one training step, for the throughput in the log."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from megatron_npu.pretrain.flags.plan_parts import ModelSizes
 
 
 def of_step(sizes: ModelSizes) -> float:
-    """Return the operations of one global batch: only matmuls, without those that the causal mask hides.
+    """Return the number of operations of one global batch, counting only matmuls.
 
-    A matmul of [m, k] and [k, n] takes 2mnk operations, and training needs three: forward, the input's
-    gradient and the weight's gradient. With hidden size h, q the total size of the query heads, g that of the
-    keys (and of the values), f the feed-forward size, s the sequence length, V the padded vocabulary and L
-    layers, a token costs ::
+    Operations that the causal mask hides are not counted.
+
+    A matmul of [m, k] and [k, n] takes 2mnk operations, and training requires three matmuls: the forward
+    pass, the input's gradient and the weight's gradient. With hidden size h, q the total size of the query
+    heads, g that of the keys (and of the values), f the feed-forward size, s the sequence length, V the
+    padded vocabulary and L layers, a token costs ::
 
         6 · (L · (h(q + 2g) + qh + m·hf + q·s) + hV),    m = 3 with SwiGLU, otherwise 2
 
-    where q·s is half of 2·q·s, the cost of scores and weighted values, because a causal mask needs only half.
-    In a layer with experts, f is the total size used per token, including the shared expert; the router is
-    not counted. This is the same count as Megatron's ``num_floating_point_operations`` (compare
+    where q·s is half of 2·q·s, the cost of scores and weighted values, because a causal mask requires only
+    half of them. In a layer with experts, f is the total size used per token, including the shared expert;
+    the router is not counted. This is the same count as Megatron's ``num_floating_point_operations`` (compare
     arXiv:2104.04473, equation 3). Multi-latent attention has its own matmuls; multi-token prediction adds,
     per additional token, a layer like the last one, a projection from 2h to h, and logits. Recomputed
     activations are not counted; a window (``--pre-tockens``) is not subtracted.

@@ -27,11 +27,12 @@ class History:
         throughput, memory: tokens per second and peak bytes at the logged iterations.
         utilization: device utilization at the logged iterations, from 0 to 1.
         validation: validation losses.
-        evaluated: losses of training samples evaluated at the same time.
+        evaluated: losses of training samples that were evaluated at the same time.
         samples: samples generated at an iteration, each with its ``prompt`` and ``text``.
-        hosts, stages: machine and pipeline stage of each rank; empty for a single rank.
-        forward_ms: forward time of each rank at the last logged iteration.
-        start, last, end: values of the last ``start``, ``train`` and ``end`` object; empty if there is none.
+        hosts, stages: the machine and the pipeline stage of each rank; empty for a single rank.
+        forward_ms: the forward time of each rank at the last logged iteration.
+        start, last, end: the values of the last ``start``, ``train`` and ``end`` object; empty if there is no
+            such object.
     """
 
     losses: Points = field(default_factory=dict)
@@ -58,7 +59,7 @@ class History:
                 file may be untrusted.
         """
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
-            raise ValueError(f"iteration {row['iteration']!r}")
+            raise ValueError(f"the iteration is {row['iteration']!r}")
         taking = {
             "start": self._restart,
             "ranks": self._place,
@@ -107,7 +108,7 @@ class History:
     def _train(self, row: dict[str, Any]) -> None:
         iteration = row["iteration"]
         if not 0 <= (row.get("global_batch_size") or 0) < _MANY:
-            raise ValueError(f"global_batch_size {row['global_batch_size']!r}")
+            raise ValueError(f"global_batch_size is {row['global_batch_size']!r}")
         first = iteration - len(row["losses"]) + 1
         for number, loss in enumerate(row["losses"], first):
             _note(self.losses, number, loss)
@@ -145,7 +146,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reads the file that ``log.Log`` writes, including lines added later.
+    """Reads the file that ``log.Log`` writes, including lines that are added later.
 
     Args:
         path: the file; it may not exist yet.
@@ -158,10 +159,10 @@ class Reader:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read new lines; return whether there were any.
+        """Read new lines, and return True if there were any.
 
-        An incomplete line is left for the next call, an invalid one is skipped. A file that has been replaced
-        is read again from its beginning.
+        An incomplete line is left for the next call, and an invalid line is skipped. A file that has been
+        replaced is read again from its beginning.
         """
         if not self.path.exists():
             return False
@@ -179,17 +180,17 @@ class Reader:
 
 
 def read(path: Path) -> History:
-    """Return the history from the file that ``log.Log`` writes."""
+    """Return the history that is read from the file that ``log.Log`` writes."""
     reader = Reader(path)
     reader.update()
     return reader.history
 
 
 def draw(history: History, path: Path) -> None:
-    """Write a PNG: training and validation loss above, learning rate below.
+    """Write a PNG with the training and validation loss at the top and the learning rate at the bottom.
 
     Raises:
-        ModuleNotFoundError: matplotlib is missing (``validation.check`` tests for it earlier).
+        ModuleNotFoundError: matplotlib is not installed (``validation.check`` checks this earlier).
     """
     with _without_old_garbage():
         _draw(history, path)
@@ -197,10 +198,10 @@ def draw(history: History, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """Free objects in reference cycles that the block created, such as a figure and its canvas, at its end.
+    """At the end of the block, free the objects in reference cycles that it created, such as a figure.
 
-    Otherwise Python's collector would find them only among the old objects, dozens of plots later, after some
-    hundred megabytes. The collector is disabled in the block, so the objects stay in the young generation,
+    Otherwise, Python's collector would find them only among the old objects, dozens of plots and some hundred
+    megabytes later. The collector is disabled in the block, so the objects stay in the young generation,
     which is quick to collect.
     """
     ran = gc.isenabled()

@@ -1,4 +1,4 @@
-"""The JSON lines of a run, one object per event, for ``history`` and the dashboard."""
+"""The JSON lines of a run, one object per event, which ``history`` and the dashboard read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class JsonLines:
     """Appends events to a file.
 
     Args:
-        path: the file, which may exist already; None: nothing is written.
+        path: the file, which may exist already. If None, nothing is written.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Log output of a pre-training run: lines like Megatron's, JSON lines and TensorBoard curves.
+"""Log output of a pre-training run: log lines in Megatron's format, JSON lines and TensorBoard curves.
 
 Between two log events a step costs only two Python appends: losses stay on the device, and one reduction per
 interval (``loss.means``) gathers them.
@@ -45,15 +45,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class Steps:
-    """The iterations of an interval, as reported.
+    """The values to report for the iterations of an interval.
 
     Attributes:
-        samples: training samples used by all ranks since the start of the run.
+        samples: the number of training samples that all ranks have used since the start of the run.
         interval: the data recorded in the interval.
-        losses: their mean training losses over all processes, in nats per token (``loss.means``).
-        seconds: total training time, without evaluation and saving.
-        learning_rate: learning rate of the last iteration.
-        scale: the loss scale after the last one; 1 without fp16.
+        losses: the mean training losses over all processes, in nats per token (``loss.means``).
+        seconds: the total training time, without evaluation and saving.
+        learning_rate: the learning rate of the last iteration.
+        scale: the loss scale after the last iteration; 1 without fp16.
     """
 
     samples: int
@@ -121,7 +121,7 @@ class Log(Sinks):
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report the machine and pipeline stage of each rank; nothing if there is a single rank."""
+        """Report the machine and pipeline stage of each rank, unless there is only a single rank."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
@@ -150,10 +150,10 @@ class Log(Sinks):
 
         Args:
             iteration: the iteration after which the model was evaluated.
-            loss: mean over the validation samples, in nats per token; its perplexity is reported too. With
-                several sets, the mean of their losses.
-            trained: the same for training samples, if they were evaluated.
-            of_sets: prefix and loss of each set, if there are several.
+            loss: the mean over the validation samples, in nats per token; its perplexity is reported too.
+                With several sets, this is the mean of their losses.
+            trained: the mean loss of training samples, if they were evaluated.
+            of_sets: the prefix and loss of each set, if there are several sets.
         """
         for number, (name, own) in enumerate(of_sets):
             self.say(
@@ -240,7 +240,7 @@ def _operations(flags: LogFlags) -> float:
 
 
 def _spaced(name: str) -> str:
-    """Return the name of a loss as upstream writes it: ``load balancing loss``, ``mtp_1 loss``."""
+    """Return the name of a loss in upstream's spelling, such as ``load balancing loss`` or ``mtp_1 loss``."""
     return PREFIX * name.startswith(PREFIX) + name.removeprefix(PREFIX).replace("_", " ")
 
 

@@ -1,8 +1,9 @@
-"""The computation time of each rank: the forward pass of one micro batch per step, before ranks wait.
+"""Measure each rank's computation time: the forward pass of one micro batch per step, before ranks wait.
 
-Every rank's step takes as long as the slowest rank's. Ranks differ in the work before they communicate: data
-loading, and the first micro batch through their part of the model. Each rank measures this, on the device's
-clock if there is one, and one exchange per log event collects the times.
+Every rank's step takes as long as that of the slowest rank. Ranks differ in the work that they do before they
+communicate: loading data, and processing the first micro batch with their part of the model. Each rank
+measures this work, with the device's clock if there is one, and one exchange per log event collects the
+times.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Place:
 
     Attributes:
         host: its machine.
-        stage: its pipeline stage; ranks of the same stage do the same computation.
+        stage: its pipeline stage; all ranks of a stage perform the same computation.
     """
 
     host: str
@@ -40,7 +41,7 @@ class RankTimes:
     """Measures one forward pass per step on this rank, and compares the ranks. Disabled for a single rank.
 
     Args:
-        measures: whether to measure; False if a step's kernels are replayed as a graph.
+        measures: whether to measure; False if the kernels of a step are replayed as a graph.
     """
 
     def __init__(self, *, measures: bool) -> None:
@@ -57,7 +58,7 @@ class RankTimes:
         self._due = self._measures
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a micro batch, and measures it if it is the first one of a step."""
+        """Return a function that runs a micro batch, and measures its time if it is the first of a step."""
 
         @functools.wraps(step)
         def measured(*args: Any, **kwargs: Any) -> Any:

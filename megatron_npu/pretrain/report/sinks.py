@@ -1,4 +1,4 @@
-"""Outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar, plot."""
+"""Outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar and plot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ENDS = ("iterations", "exit-interval", "exit-duration", "signal")  # of a run th
 
 
 class Sinks:
-    """The sinks of a run. On ranks other than 0 every method does nothing.
+    """The sinks of a run. On ranks other than rank 0, no method has an effect.
 
     Args:
         flags: the destinations.
         iteration: the first iteration.
-        start: additional values for the first JSON object, besides the device.
+        start: values to add to the first JSON object, besides the device.
     """
 
     def __init__(self, flags: SinkFlags, iteration: int, start: dict[str, Any]) -> None:
@@ -92,9 +92,9 @@ class Sinks:
         return self._reader.history
 
     def draw(self) -> Path | None:
-        """Draw the plot of the run so far, if enabled; return its path.
+        """Plot the run so far if plots are enabled, and return the path of the plot.
 
-        If the plot cannot be written, this is logged and the run continues.
+        If the plot cannot be written, an error is logged and the run continues.
         """
         folder = self._places.save or self._places.tensorboard_dir
         if not (self._places.plot and folder) or not (past := self.past()).losses:
@@ -123,7 +123,7 @@ class Sinks:
 
 
 def metrics_path(flags: SinkFlags) -> Path | None:
-    """Return the path of the JSON lines; None if they have no destination."""
+    """Return the path of the JSON lines, or None if they are not written."""
     if flags.json_log:
         return Path(flags.json_log)
     directory = flags.save or flags.tensorboard_dir

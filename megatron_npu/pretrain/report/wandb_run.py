@@ -21,10 +21,10 @@ _GRACE = 60.0  # seconds that wandb's service process has to take a row, or to e
 
 
 class WandbRun:
-    """The Weights & Biases run, with the flags as its configuration.
+    """A Weights & Biases run, with the flags as its configuration.
 
     Args:
-        flags: project, name and contents of the run.
+        flags: the project, name and contents of the run.
 
     Raises:
         UsageError: no run can be started, because the user is not logged in or the server cannot be reached.
@@ -52,9 +52,8 @@ class WandbRun:
             )
         except Exception as error:  # of its own kinds, and of the network's
             raise UsageError(
-                f"--wandb-project {flags.wandb_project}: {_words(error)}",
-                "wandb to start the run",
-                "Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
+                f"wandb could not start the run --wandb-project {flags.wandb_project}: {_words(error)}",
+                remedy="Run `wandb login`, or set WANDB_MODE=offline to log to --wandb-save-dir.",
             ) from error
         self._service = [child for child in psutil.Process().children() if child.pid not in before]
 
@@ -64,15 +63,15 @@ class WandbRun:
             self._tried(_GRACE, self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Flush remaining data, for at most ten minutes, and report whether the run failed."""
+        """Flush remaining data, which takes at most ten minutes, and report whether the run failed."""
         self._tried(_PATIENCE + _GRACE, self._run.finish, exit_code=0 if went_well else 1)
         if self._failed:
             self._give_up()
 
     def _tried(self, limit: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the package; if it fails, log the first error and let training continue.
+        """Call the package; if the call fails, log the first error and let training continue.
 
-        If the service process does not answer within ``limit`` seconds, it is killed, and the call fails.
+        If the service process does not answer within ``limit`` seconds, it is killed and the call fails.
         """
         try:
             with self._service_killed_after(limit):
@@ -115,9 +114,9 @@ def _words(error: Exception) -> str:
 
 
 def _tell_of_server() -> None:
-    """Print the server that wandb's settings in the working directory select.
+    """Print the address of the server that is selected by wandb's settings in the working directory.
 
-    That server receives the account's key.
+    That server receives the key of the user's account.
 
     Raises:
         UsageError: another user could have written these settings.
@@ -128,10 +127,9 @@ def _tell_of_server() -> None:
             continue
         if wrong := files.others(path) or files.others(path.parent):
             raise UsageError(
-                f"--wandb-project with {path} in {Path.cwd()}, which {wrong}",
-                "settings that only this user can write, because they can send the account's key to another "
-                "server",
-                "Work in another directory, remove the file, or run chmod go-w on it and its folder.",
+                f"--wandb-project reads {path} in {Path.cwd()}, which {wrong}; only this user may be able "
+                "to write the settings, because they can send the account's key to another server",
+                remedy="Work in another directory, remove the file, or run chmod go-w on it and its folder.",
             )
         for line in files.lines(path):
             name, _, value = line.partition("=")

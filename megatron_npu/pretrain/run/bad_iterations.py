@@ -1,8 +1,8 @@
 """Detect bad iterations before their update, and repeat, skip or rewind them.
 
 ``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
-an unexpected result is computed again from the same state, to distinguish a device that computes wrongly from
-bad data or weights. --loss-spike-policy, which upstream lacks, then selects what happens.
+an unexpected result is computed again from the same state, to distinguish a device that computes incorrectly
+from bad data or weights. --loss-spike-policy, which upstream lacks, then selects the reaction.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Fault:
     """The problem of an iteration.
 
     Attributes:
-        words: description for logs and errors.
-        is_leap: whether loss and gradients are finite but the loss spikes.
+        words: a description for logs and errors.
+        is_leap: True if the loss and gradients are finite but the loss spikes.
     """
 
     words: str
@@ -43,10 +43,10 @@ class Fault:
 
 
 class Replay(Iterator[Any]):
-    """An iterator that can repeat the items since ``begin``.
+    """An iterator that can repeat the items since the last call of ``begin``.
 
     Args:
-        source: iterator over micro batches.
+        source: an iterator over micro batches.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -63,18 +63,18 @@ class Replay(Iterator[Any]):
         self._kept, self._at = [], 0
 
     def again(self) -> None:
-        """Repeat the items since ``begin``."""
+        """Repeat the items since the last call of ``begin``."""
         self._at = 0
 
 
 class Guard:
-    """Judges each iteration before its update. Without the two flags it does nothing and costs nothing.
+    """Judges each iteration before its update. Without the two flags, this has no effect and no cost.
 
-    Otherwise each iteration waits for its loss, with two small collectives, and all gradients are checked.
+    With them, each iteration waits for its loss, with two small collectives, and all gradients are checked.
 
     Args:
         plan: the plan of the run.
-        state: model and optimizer.
+        state: the model and the optimizer.
         spikes: the loss-spike detector.
         say: prints a line on rank 0.
     """
@@ -90,14 +90,14 @@ class Guard:
         self._data: list[Replay] = []
 
     def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
-        """Make a run's micro batches repeatable, if that may be needed."""
+        """Make a run's micro batches repeatable if an iteration may have to be computed again."""
         if found is None or not self.reruns:
             return found
         self._data = [Replay(each) for each in found]
         return [*self._data]
 
     def begin(self) -> None:
-        """Start an iteration: store the state from which it can be computed again."""
+        """Start an iteration by storing the state from which the iteration can be computed again."""
         if self.reruns:
             self._random = generators.state()
             for each in self._data:
@@ -109,9 +109,9 @@ class Guard:
         """Judge an iteration whose gradients are complete. All ranks must call this and get the same result.
 
         Args:
-            number: number of the iteration, from 1.
+            number: the number of the iteration, counted from 1.
             sums: the result of ``Trainer._forward``, [2].
-            compute: computes its gradients again and returns the same kind of result.
+            compute: computes the gradients again and returns the same kind of result.
 
         Returns:
             The sums to use, and the problem, if any.
@@ -163,8 +163,9 @@ class Guard:
             )
         (value,) = loss.means(second[None])
         self.say(
-            f" {fault.words}; repeating the iteration gave a loss of {value:.4f}, which differs on "
-            f"rank {', '.join(wrong)}: its device or memory may be faulty. The second result is used"
+            f" {fault.words}; repeating the iteration gave a loss of {value:.4f}, which differs "
+            f"on rank {', '.join(wrong)}: the rank's device or memory may be faulty. The second "
+            "result is used"
         )
         return second, self._fault(number, second)
 
@@ -177,8 +178,8 @@ class Guard:
         self._left_out += 1
         if self._left_out > LEFT_OUT:
             raise DivergedError(
-                f"{fault.words}; the updates of the previous {LEFT_OUT} iterations were skipped too. Lower "
-                "--lr, check the data, or resume from an older checkpoint (--ckpt-step)."
+                f"{fault.words}; the updates of the previous {LEFT_OUT} iterations were skipped too. "
+                "Lower --lr, check the data, or resume from an older checkpoint (--ckpt-step)."
             )
         self.say(f" {fault.words}: its update is skipped")
 
@@ -193,11 +194,11 @@ class Guard:
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run; return where training continues, after the samples already used.
+        """Load a checkpoint of this run, and return where training continues, after the samples already used.
 
         Args:
-            iteration: iteration of the checkpoint.
-            fault: the problem.
+            iteration: the iteration of the checkpoint.
+            fault: the problem that caused the rewind.
             position: the run's current position, including the samples of the bad iteration.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Measure the training time."""
+"""A clock that measures the training time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu import devices
 
 
 class Clock:
-    """Measures only the seconds of training: it is stopped during evaluation, sample generation and saving.
+    """Measures only the time spent on training; it is stopped during evaluation, sampling and saving.
 
     It is initially stopped.
     """
@@ -21,11 +21,11 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start or continue."""
+        """Start the clock, or continue it."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Synchronize the device, then stop; no effect on a stopped clock."""
+        """Synchronize the device, then stop the clock; this has no effect if the clock is already stopped."""
         if self._since is None:
             return
         devices.current().synchronize()
@@ -36,7 +36,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop inside the block, and continue afterwards if it was running."""
+        """Stop the clock inside the block, and continue it afterwards if it was running."""
         stood = self._since is None
         self.stop()
         try:

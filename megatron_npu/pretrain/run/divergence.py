@@ -1,4 +1,4 @@
-"""NaN and loss spikes: detection and messages."""
+"""Detection of NaN values and loss spikes, and the messages about them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NORMAL = 1.4826  # median absolute deviation -> standard deviation
 
 
 class DivergedError(RuntimeError):
-    """The gradient or the loss is NaN or infinite; continuing would only damage the weights."""
+    """Raised when the gradient or loss is NaN or infinite, because continuing would damage the weights."""
 
 
 class Spikes:
-    """Detects loss spikes from previous losses. The caller decides what to do about them."""
+    """Detects loss spikes by comparison with previous losses. The caller decides how to react."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, last: int, losses: Sequence[float]) -> str | None:
-        """Add the losses up to an iteration; return a log line if one of them spikes.
+        """Add the losses up to an iteration, and return a log line if one of them spikes.
 
         Args:
             last: number of the last of these iterations.
@@ -61,9 +61,9 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Finds the first module of a step with a non-finite output.
+    """Finds the first module of a step whose output is not finite.
 
-    It is enabled only in verify mode, because each check synchronizes.
+    It is enabled only in verify mode, because each check synchronizes the device.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class FirstNonFinite:
             verify.follow_modules()
 
     def forget(self) -> None:
-        """Reset at the start of a step."""
+        """Reset the state at the start of a step."""
         verify.forget_bad_output()
 
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""Validation between two steps: losses on held-out data, and samples."""
+"""Validation between two steps: losses on held-out data, and generated samples."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_npu.pretrain.run.outcome import Prepared
 
 
 class _TimeIsUpError(Exception):
-    """The time limit has passed, and the current evaluation is abandoned."""
+    """Raised when the time limit has passed, in order to abandon the current evaluation."""
 
 
 class Evaluation:
-    """Evaluates a model without affecting random generators and training data.
+    """Evaluates a model without affecting the random generators and the training data.
 
     Args:
         plan: the plan of the run.
@@ -36,12 +36,13 @@ class Evaluation:
         log: the run's log.
         batches: returns micro batches of a dataset, starting after the given number of samples.
         forward: processes one global batch; returns this process's sum of losses and number of tokens, [2].
-        time_is_up: called before each batch by all ranks; if true, the validation is abandoned.
+        time_is_up: called before each batch by all ranks; if it returns True, the validation is abandoned.
 
     Attributes:
-        loss: loss of the last validation (with several sets, their mean); None: there was none.
-        losses: loss of each of several sets, by its prefix.
-        test_loss: loss on --test-data-path; None: not measured yet.
+        loss: the loss of the last validation (with several sets, their mean). If None, there was no
+            validation.
+        losses: the loss of each of several sets, by its prefix.
+        test_loss: the loss on --test-data-path. If None, it has not been measured yet.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Evaluation:
         self.test_loss: float | None = None
 
     def measure(self, position: Position) -> Position:
-        """Run everything that is due every --eval-interval; return the position afterwards."""
+        """Run the evaluations that are due every --eval-interval, and return the position afterwards."""
         try:
             position = self._validate(position)
         except _TimeIsUpError:

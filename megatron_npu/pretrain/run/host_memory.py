@@ -1,4 +1,4 @@
-"""Check that this machine has enough memory before allocating it."""
+"""Check that this machine has enough memory before large allocations are made."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ def require(needed: int, what: str) -> None:
     if needed > free:
         raise UsageError(
             f"{what} needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are available",
-            "enough memory",
-            "End other programs, or use a machine with more memory.",
+            remedy="End other programs, or use a machine with more memory.",
         )
 
 
 def available(group: Path = _GROUP) -> int:
-    """Return the bytes that this process can allocate before the system swaps or kills it."""
+    """Return the number of bytes that this process can allocate before the system swaps or kills it."""
     free = min(psutil.virtual_memory().available, _left_of_the_process())
     try:
         limit = int((group / "memory.max").read_text())

@@ -1,4 +1,4 @@
-"""Set up process groups, device and seeds of a run on entry, and tear them down on exit."""
+"""Set up the process groups, device and seeds of a run on entry, and tear them down on exit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.run import step_graph
 
 
 def silence_known_warnings() -> None:
-    """Silence warnings in this process that megatron-core always prints and users cannot act on."""
+    """Silence warnings in this process that megatron-core always prints and that users cannot act on."""
     # each module says what it falls back from (the plug-in brings it), and one warns of its own default
     known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
     warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
@@ -31,11 +31,11 @@ def silence_known_warnings() -> None:
 
 @contextlib.contextmanager
 def session(args: Flags) -> Iterator[None]:
-    """Set up a run inside the block: bug fixes, process groups, current device, seeds.
+    """Set up a run inside the block: bug fixes, process groups, the current device and seeds.
 
     Args:
-        args: the result of ``validation.check``, or flags stored in a checkpoint, because some callers have
-            no plan.
+        args: the result of ``validation.check``, or the flags stored in a checkpoint, because some callers
+            have no plan.
     """
     from megatron.core import parallel_state
 
@@ -70,7 +70,7 @@ def session(args: Flags) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Use deterministic algorithms in torch inside the block if ``asked``.
+    """Use deterministic algorithms in torch inside the block if ``asked`` is True.
 
     Two environment variables are set if they are unset: cuBLAS is deterministic only with a fixed workspace
     (otherwise torch raises an error), and NCCL's order of summation depends on its algorithm.
@@ -87,11 +87,11 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 def _init_process_group(world_size: int, timeout: timedelta) -> None:
-    """Join the group of all processes; a single process needs no address.
+    """Join the group of all processes; a single process requires no address.
 
     Raises:
-        UsageError: torchrun has restarted the run with a stale store, so that the processes cannot meet, or
-            the limit of open files is too low.
+        UsageError: torchrun has restarted the run with a stale store, so that the processes cannot connect,
+            or the limit of open files is too low.
     """
     backend = devices.current().backend
     watchdog.require_open_files(world_size)
@@ -104,9 +104,9 @@ def _init_process_group(world_size: int, timeout: timedelta) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, host, device and Megatron's tracker.
+    """Seed Python, numpy, the host, the device and Megatron's tracker.
 
-    Each pipeline stage uses another seed, as in Megatron.
+    Each pipeline stage uses a different seed, as in Megatron.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -115,3 +115,25 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def random_numbers_of_device(flags: Flags) -> str:
+    """Return a log line about the random numbers that a run on a CPU does not share; "" if there are none.
+
+    A device's generator gives other numbers than a CPU's for the same seed, so that two runs that differ in
+    nothing else begin with different losses.
+    """
+    device = devices.current()
+    if device.is_host:
+        return ""
+    names = [] if flags.use_cpu_initialization else ["initial weights"]
+    if flags.hidden_dropout or flags.attention_dropout:
+        names.append("dropout")
+    if not names:
+        return ""
+    advice = "" if flags.use_cpu_initialization else "; --use-cpu-initialization draws the weights on the CPU"
+    verb = "is" if names == ["dropout"] else "are"
+    return (
+        f" {' and '.join(names)} {verb} drawn by the {device.name}'s random generator, so losses differ from "
+        f"those of a CPU run with the same --seed{advice}"
+    )

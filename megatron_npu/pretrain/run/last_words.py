@@ -1,4 +1,4 @@
-"""Final error messages of a run, and which rank prints them."""
+"""Final error messages of a run, and the choice of the rank that prints them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MORE = 3.0  # for the first rank of a machine, which is not that of rank 0
 
 
 def tell(command: str, failure: BaseException) -> int:
-    """Print one line about why a run failed; return its exit code.
+    """Print one line with the reason why a run failed, and return its exit code.
 
     Args:
-        command: name of the command.
+        command: the name of the command.
         failure: one of ``FAILURES``.
 
     Raises:
@@ -42,10 +42,10 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return where an interrupted run can be resumed, as the end of a sentence.
+    """Return where an interrupted run can be resumed from, worded as the end of a sentence.
 
     Args:
-        save: folder of its checkpoints; None: there is none, or it is not known yet.
+        save: the folder of its checkpoints. If None, there is no folder, or it is not known yet.
     """
     if not save:
         return "; nothing was saved"
@@ -58,9 +58,9 @@ def what_is_saved(save: str | None) -> str:
 def wait_for_rank_0_to_report() -> None:
     """Wait until rank 0 has failed, because a launcher stops all ranks when the first one fails.
 
-    If only this rank has an error, nothing ends it, and it goes on to report the error itself. The same holds
-    for the first rank on another machine, whose launcher does not notice rank 0 and stops the other ranks
-    there.
+    If only this rank has an error, nothing stops it, and it reports the error itself after the wait. The same
+    holds for the first rank on another machine, whose launcher does not notice rank 0 and stops the other
+    ranks there.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(2))
     time.sleep(_SECONDS + (_MORE if os.environ.get("LOCAL_RANK", "0") != "0" else 0))

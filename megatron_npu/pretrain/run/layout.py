@@ -48,7 +48,8 @@ def of_all_processes(
 
     Args:
         trained: the flags of the training run.
-        tensor, pipeline: sizes; None: determined by the other one; both None: as in training.
+        tensor, pipeline: the parallel sizes. A size that is None is determined by the other one; if both are
+            None, the sizes are those of the training run.
 
     Raises:
         UsageError: the product of the sizes is not the number of processes, or the model cannot be
@@ -63,10 +64,9 @@ def of_all_processes(
     pipeline = pipeline or max(world // tensor, 1)
     if tensor * pipeline != world:
         raise UsageError(
-            f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} with "
-            f"{world} process{'es' if world > 1 else ''}",
-            "as many processes as the product of both",
-            f"Start torchrun with --nproc-per-node {tensor * pipeline}, or change the sizes.",
+            f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} require "
+            f"{tensor * pipeline} processes, but there {('are' if world > 1 else 'is')} {world}",
+            remedy=f"Start torchrun with --nproc-per-node {tensor * pipeline}, or change the sizes.",
         )
     layout = copies(trained) | {
         "tensor_model_parallel_size": tensor,

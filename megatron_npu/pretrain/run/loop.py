@@ -1,4 +1,4 @@
-"""The training loop: one step, and when to log, evaluate, save and end."""
+"""The training loop: one step, and the decisions when to log, evaluate, save and end."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Trainer:
 
     Args:
         plan: the plan of the run.
-        prepared: model and data.
+        prepared: the model and the data.
         log: the run's log.
         on_gradients: called in each iteration with its number and the model's chunks, when every
             ``main_grad`` is complete and before the optimizer's step.
-        began: start time of the command, as returned by ``time.monotonic``; None: now.
+        began: start time of the command, as returned by ``time.monotonic``. If None, the current time.
     """
 
     # what a user can do about a NaN loss
@@ -87,7 +87,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train to the end, or until a flag or signal ends it; evaluate and save; return the outcome."""
+        """Train until the last iteration, a flag or a signal ends the run; then evaluate, save and return."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -109,13 +109,13 @@ class Trainer:
         return self.outcome
 
     def _open_data(self) -> None:
-        """Read the training data from the run's position on, and stop reading from an earlier one."""
+        """Read the training data from the run's position on; reading from an earlier position is stopped."""
         self.close()
         self._source = self.training_batches()
         self._data = self.guard.batches(self._source)
 
     def close(self) -> None:
-        """End the processes that read training data."""
+        """Stop the processes that read training data."""
         # Python's collector ends the threads that tell them to stop first, and waits 5 s for each process
         for each in self._source or ():
             if isinstance(each, Generator):
@@ -134,7 +134,7 @@ class Trainer:
         return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
-        """Train one iteration; log, evaluate and save when due."""
+        """Train one iteration; log, evaluate and save when these are due."""
         due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return
@@ -195,7 +195,7 @@ class Trainer:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
-        """Return whether to update the weights despite a fault, which is logged.
+        """Return True if the weights are to be updated despite a fault, which is logged.
 
         Raises:
             DivergedError: the loss or gradient is NaN or infinite, and the flags do not allow it.
@@ -286,7 +286,7 @@ class Trainer:
             self._diverged(f"the gradient norm is {norm} at iteration {self.position.iteration + 1}")
 
     def _check_losses(self, losses: list[float]) -> None:
-        """End the run if a loss is NaN or infinite although its gradient is finite; log loss spikes."""
+        """End the run if a loss is NaN or infinite although its gradient is finite, and log loss spikes."""
         if self.guard.watches:  # which has looked at each before its update
             return
         last = self.position.iteration
@@ -306,8 +306,8 @@ class Trainer:
     def _report_skipped_update(self) -> None:
         scale = self.state.optimizer.get_loss_scale().item()
         self.log.say(
-            f" iteration {self.position.iteration + 1}: the gradient overflowed, update skipped, "
-            f"loss scale now {scale:g}"
+            f" iteration {self.position.iteration + 1}: the gradient overflowed, so that the "
+            f"update is skipped and the loss scale is now {scale:g}"
         )
 
     def _report(self) -> None:

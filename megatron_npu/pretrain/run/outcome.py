@@ -14,8 +14,8 @@ class Prepared(NamedTuple):
     """A model to train, and its data.
 
     Attributes:
-        state: model, optimizer and schedule.
-        datasets: training, validation and test datasets.
+        state: the model, optimizer and schedule.
+        datasets: the training, validation and test datasets.
         position: where the run starts.
     """
 
@@ -30,14 +30,14 @@ class Outcome:
 
     Attributes:
         position: where the loop ended.
-        loss_first, loss_last: training loss of the first and last iteration of this process.
-        validation_loss: loss of the last evaluation; with several sets their mean.
-        validation_losses: loss of each of several sets, by its prefix.
-        test_loss: loss of the final evaluation on --test-data-path.
-        seconds, steps: training time, without evaluation and saving, and number of steps.
-        samples: samples of all ranks in these steps.
+        loss_first, loss_last: the training loss of the first and last iteration of this process.
+        validation_loss: the loss of the last evaluation; with several sets, their mean.
+        validation_losses: the loss of each of several sets, by its prefix.
+        test_loss: the loss of the final evaluation on --test-data-path.
+        seconds, steps: the training time, without evaluation and saving, and the number of steps.
+        samples: the samples of all ranks in these steps.
         first_seconds, first_steps, first_samples: the part up to the first log event, which includes warm-up.
-        checkpoint: the last checkpoint written.
+        checkpoint: the last checkpoint that was written.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
     """
 
@@ -57,7 +57,10 @@ class Outcome:
     ended_by: str = "iterations"
 
     def samples_per_second(self) -> float | None:
-        """Return the samples per second, without the warm-up if there are later steps; None without steps."""
+        """Return the samples per second, or None if there were no steps.
+
+        The warm-up is excluded if there are later steps.
+        """
         if self.steps > self.first_steps:
             return (self.samples - self.first_samples) / (self.seconds - self.first_seconds)
         return self.samples / self.seconds if self.steps else None

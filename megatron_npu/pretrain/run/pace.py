@@ -17,10 +17,10 @@ class Load:
     """A snapshot of the process and its machine.
 
     Attributes:
-        threads: number of threads of this process.
-        switches: its voluntary context switches so far.
-        memory: resident memory in bytes.
-        machine: the load average of the last minute.
+        threads: the number of threads of this process.
+        switches: the number of its voluntary context switches so far.
+        memory: its resident memory in bytes.
+        machine: the machine's load average over the last minute.
     """
 
     threads: int
@@ -51,7 +51,7 @@ class _Stretch:
 
 
 class Pace:
-    """Compares a run's steps with their median; reports once each time they become slower.
+    """Compares a run's steps with their median, and reports once each time they become slower.
 
     Args:
         look: returns a ``Load``.
@@ -64,7 +64,7 @@ class Pace:
         self._slow: deque[_Stretch] = deque(maxlen=REMEMBERED)
 
     def note(self, seconds: float, steps: int) -> str | None:
-        """Add a group of steps; return a log line if they have become slower.
+        """Add a group of steps, and return a log line if the steps have become slower.
 
         Args:
             seconds: duration of the group.

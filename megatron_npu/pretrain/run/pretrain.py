@@ -1,4 +1,4 @@
-"""``megatron-npu pretrain``: parse, check, set up, build, train, report."""
+"""Implementation of ``megatron-npu pretrain``: parse, check, set up, build, train and report."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run, also written to ``<save>/summary.json``. None: not applicable.
+    """The result of a run, also written to ``<save>/summary.json``. Values that do not apply are None.
 
     Attributes:
         device, backend, upstream: what the run used, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
         simulated: whether the device is simulated, so that times and throughput are meaningless.
         ledger: the patch report in one line.
-        world_size: number of processes.
-        parameters, parameters_without_embeddings: numbers of weights of the whole model.
-        active_parameters: weights used per token; fewer with experts.
+        world_size: the number of processes.
+        parameters, parameters_without_embeddings: the numbers of weights of the whole model.
+        active_parameters: the number of weights used per token, which is lower with experts.
         iterations, consumed_samples: counted since the start of the run.
-        loss_first, loss_last: training loss of the first and last iteration since the start of the run, in
-            nats per token.
-        validation_loss, validation_perplexity: results of the last evaluation; with several sets their mean.
-        validation_losses: loss of each of several sets, by its prefix.
-        test_loss: loss of the final evaluation on --test-data-path.
-        tokens_per_second, tflops_per_device: for this part of the run without its first log event; if nothing
-            was left to train, those of an earlier part's last log event.
-        peak_memory_bytes: peak memory of rank 0.
+        loss_first, loss_last: the training loss of the first and last iteration since the start of the run,
+            in nats per token.
+        validation_loss, validation_perplexity: results of the last evaluation; with several sets, their mean.
+        validation_losses: the loss of each of several sets, by its prefix.
+        test_loss: the loss of the final evaluation on --test-data-path.
+        tokens_per_second, tflops_per_device: values for this part of the run without its first log event; if
+            nothing was left to train, those of the last log event of an earlier part.
+        peak_memory_bytes: the peak memory of rank 0.
         ended_by: ``iterations``, ``exit-interval``, ``exit-duration`` or ``signal``.
         checkpoint, plot, metrics: paths.
     """
@@ -89,10 +89,10 @@ class Summary:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
-        UsageError: bad input, reported by rank 0; other ranks report it too if they are not stopped before.
+        UsageError: invalid input; rank 0 reports it, and so do other ranks unless they are stopped before.
     """
     initialize.silence_known_warnings()
     args = None
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt(last_words.what_is_saved(args.save if args else None)) from None
     except UsageError as error:
         if int(os.environ.get("RANK", "0")):
-            watchdog.tell_others(str(error))
+            watchdog.tell_others(error)
             last_words.wait_for_rank_0_to_report()
         raise
     except last_words.FAILURES as failure:
@@ -121,7 +121,7 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
             ``main_grad`` is complete and before the optimizer's step.
 
     Raises:
-        UsageError: bad input; nothing has been written.
+        UsageError: invalid input; nothing has been written.
         DivergedError: the gradient is NaN or infinite.
         ReplicasDifferError: data-parallel ranks have different weights or gradients.
     """
@@ -152,19 +152,19 @@ def train_chunks(
     journal_of: Callable[[LogFlags, int], log.Log] = log.Log,
     own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
-    """Train model chunks inside ``initialize.session``; return the outcome and the summary.
+    """Train model chunks inside ``initialize.session``, and return the outcome and the summary.
 
     Args:
         plan: the plan of the run.
         config: the model's configuration.
         chunks: the results of ``model.wrapped``.
-        datasets: training, validation and test data.
+        datasets: the training, validation and test data.
         trainer: ``loop.Trainer`` or a subclass.
         journal_of: creates the log for the first iteration.
-        own_config: text of ``config.yaml`` for ``--save``; None: this rank writes none.
+        own_config: the text of ``config.yaml`` for ``--save``. If None, this rank does not write the file.
 
     Raises:
-        UsageError: the checkpoint to resume from does not fit.
+        UsageError: the checkpoint to resume from does not match the run.
         DivergedError: the gradient is NaN or infinite.
         ReplicasDifferError: data-parallel ranks have different weights or gradients.
     """
@@ -197,7 +197,7 @@ def train_chunks(
 
 @contextlib.contextmanager
 def _dashboard(places: SinkFlags, address: Address | None) -> Iterator[None]:
-    """Serve the run's dashboard inside the block, if the flags request it."""
+    """Serve the run's dashboard inside the block if the flags request it."""
     metrics = sinks.metrics_path(places)
     if address is None or places.rank or metrics is None:
         yield
@@ -228,6 +228,8 @@ def _log_start(plan: RunPlan, size: gpt.Parameters, journal: log.Log, position: 
         _say_changes(flags, journal)
     elif flags.load:
         journal.say(f" no checkpoint in {flags.load} yet: starting from scratch")
+    if not plan.load_from and (note := initialize.random_numbers_of_device(flags)):
+        journal.say(note)
 
 
 def _micro_batches(plan: RunPlan) -> str:
@@ -237,7 +239,7 @@ def _micro_batches(plan: RunPlan) -> str:
 
 
 def _say_changes(args: Flags, journal: log.Log) -> None:
-    """Log the differences from the run that saved the checkpoint."""
+    """Log the differences between this run and the run that saved the checkpoint."""
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     if found.is_own:
         for line in resume_changes.since(found, args):

@@ -1,7 +1,8 @@
 """Differences between a run and the checkpoint that it resumes from, with their effects.
 
-This is a single table, used by the log, docs/how-to/resume.md and the tests. Changes that are rejected are
-reported by the checks (``checkpoint_compatibility``) and listed only on the page.
+All of them are listed in a single table, which is used by the log, docs/how-to/resume.md and the tests.
+Changes that are rejected are reported by the checks (``checkpoint_compatibility``) and listed only on the
+page.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Flag:
     """A flag that may change on resume.
 
     Attributes:
-        name: its attribute.
-        flag: its spelling.
+        name: the name of its attribute.
+        flag: its spelling on the command line.
         effect: what a changed value affects.
     """
 
@@ -90,7 +91,7 @@ _LONGEST = 100  # characters of a value that are shown
 
 
 def since(found: CheckpointInfo, args: Flags) -> list[str]:
-    """Return the log lines, one per difference; empty if there is none.
+    """Return the log lines, one per difference; empty if there are no differences.
 
     Args:
         found: a checkpoint of the built-in trainer.
@@ -118,7 +119,7 @@ def _has_no_effect(name: str, args: Flags) -> bool:
 
 
 def _differences(saved: Mapping[str, Any], args: Flags) -> Iterator[str]:
-    """Yield the flags that differ; flags that only one side has, as with older checkpoints, are ignored."""
+    """Yield the flags that differ. Flags that only one side has, as with older checkpoints, are ignored."""
     for row in FLAGS:
         if row.name not in saved or not hasattr(args, row.name) or _has_no_effect(row.name, args):
             continue

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep after a save (``--save-retain-interval``, ``--save-keep-last``)."""
+"""Decide which checkpoints to keep after a save (``--save-retain-interval``, ``--save-keep-last``)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 class Retention:
     """Removes surplus checkpoints, on rank 0, or with --save-per-machine on one rank of each machine.
 
-    The checkpoint just saved is always kept.
-
-    Without --save-keep-last only the previous checkpoint is removed, as in upstream.
+    The checkpoint that was just saved is always kept. Without --save-keep-last, only the previous checkpoint
+    is removed, as in upstream.
 
     Args:
         flags: which checkpoints are kept.
@@ -32,7 +31,7 @@ class Retention:
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
-        """Remove surplus checkpoints, once the checkpoint of an iteration is complete."""
+        """Remove surplus checkpoints once the checkpoint of an iteration is complete."""
         if not self._acts or self._root is None:
             return
         before, self._before = self._before, path
@@ -49,5 +48,5 @@ class Retention:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether all files exist with the expected sizes; their contents were verified when saved."""
+    """Return True if all files exist with the expected sizes; their contents were verified when saved."""
     return not (whole_checkpoints.incomplete(folder) or checksums.of_other_sizes(folder))

@@ -1,4 +1,4 @@
-"""Save checkpoints, synchronously or asynchronously, and log when each is complete."""
+"""Save checkpoints synchronously or asynchronously, and log when each checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from megatron_npu.pretrain.run.retention import Retention
 
 
 class Saving:
-    """Writes checkpoints to ``--save``. As a context manager it abandons an unfinished one on an error.
+    """Writes checkpoints to ``--save``.
+
+    When used as a context manager, it abandons an unfinished checkpoint if the block raises an error.
 
     Args:
         plan: the plan of the run.
@@ -25,7 +27,7 @@ class Saving:
         log: the run's log.
 
     Attributes:
-        last: the newest complete checkpoint written here.
+        last: the newest complete checkpoint written by this object.
     """
 
     def __init__(self, plan: RunPlan, state: State, clock: Clock, log: Log) -> None:
@@ -35,7 +37,9 @@ class Saving:
         self._writers = AsyncSaves(plan.stored, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
-        """Save a checkpoint at this position, or start saving it if --async-save is given. Collective.
+        """Save a checkpoint at this position, or start saving it if --async-save is given.
+
+        All ranks must call this.
 
         Raises:
             UnsavedError: this checkpoint or the previous one could not be written.
@@ -50,7 +54,9 @@ class Saving:
         return self._saved(path, position.iteration)
 
     def save_last(self, position: Position) -> None:
-        """Write the final checkpoint if it is not written yet, and wait for it. Collective.
+        """Write the final checkpoint if it has not been written yet, and wait for it.
+
+        All ranks must call this.
 
         Raises:
             UnsavedError: see ``save``.
@@ -60,7 +66,7 @@ class Saving:
             self.wait()
 
     def take_finished(self) -> None:
-        """Complete a checkpoint whose background writers have finished. Collective.
+        """Complete a checkpoint whose background writers have finished. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -70,7 +76,7 @@ class Saving:
                 self._writers.take_finished()
 
     def wait(self) -> None:
-        """Wait for the background writers. Collective.
+        """Wait for the background writers. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.

@@ -1,8 +1,9 @@
-"""Forward and backward pass of a step as one CUDA graph: --cuda-graph-impl local.
+"""Support for --cuda-graph-impl local: the forward and backward passes of a step as one CUDA graph.
 
 The host then launches one graph instead of thousands of kernels, so steps whose kernels are shorter than the
-Python code between them take only the time of the kernels. It does the same as upstream's wrapper
-(``full_cuda_graph.py``, megatron-core 0.16.1), for any megatron-core version and without TransformerEngine.
+Python code between them take only the time of the kernels. This is equivalent to upstream's wrapper
+(``full_cuda_graph.py``, megatron-core 0.16.1), but supports any megatron-core version and does not require
+TransformerEngine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Compute = Callable[..., list[torch.Tensor]]
 
 @contextlib.contextmanager
 def on_its_stream(captures: bool) -> Iterator[None]:
-    """Select a stream that can be captured, before the model is built, if ``captures``.
+    """Select a stream that can be captured, before the model is built, if ``captures`` is True.
 
     CUDA's default stream cannot be captured, and autograd accumulates a gradient on the stream on which the
     weight was first used.
@@ -38,8 +39,8 @@ def on_its_stream(captures: bool) -> Iterator[None]:
 class StepGraph:
     """Replaces megatron-core's ``forward_backward_func`` for a model without pipeline parallelism.
 
-    A graph is captured after ``WARM_UP`` steps, and again when the number of micro batches changes (a batch
-    ramp). Evaluation is not captured.
+    A graph is captured after ``WARM_UP`` steps, and again when the number of micro batches changes (with a
+    batch size ramp). Evaluation is not captured.
 
     Args:
         compute: megatron-core's function.
@@ -60,7 +61,7 @@ class StepGraph:
         forward_only: bool,
         **others: Any,
     ) -> list[torch.Tensor]:
-        """Return the result of ``compute``: for each micro batch, its loss sum and token count, [2]."""
+        """Return the result of ``compute``: the loss sum and token count of each micro batch, [2]."""
         others |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         if forward_only:
             return self._compute(data_iterator=data_iterator, **others)
@@ -79,7 +80,7 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Discard the graph, which frees its device memory, and count the warm-up steps again."""
+        """Discard the graph, which frees its device memory, and repeat the warm-up steps."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()

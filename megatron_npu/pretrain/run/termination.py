@@ -19,11 +19,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Termination:
     """Records signals inside the block, so that the loop can end between two iterations.
 
-    A second signal of the same kind has its default effect and ends the process at once.
+    A second signal of the same kind has its default effect and ends the process immediately.
 
     Args:
         enabled: whether signals are recorded.
-        signals: the signals; by default SIGTERM and the one sent by Ctrl-C.
+        signals: the signals; by default SIGTERM and the signal that Ctrl-C sends.
     """
 
     def __init__(self, enabled: bool, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -45,7 +45,7 @@ class Termination:
         signal.signal(number, self._before[signal.Signals(number)])
 
     def requested(self) -> bool:
-        """Return whether any process has received a signal; all ranks must call this."""
+        """Return True if any process has received a signal. All ranks must call this."""
         return _anywhere(self._received) if self.enabled else self._received
 
 
@@ -53,15 +53,15 @@ class Deadline:
     """The time limit of a run (``--exit-duration-in-mins``).
 
     Args:
-        minutes: the limit; None: no limit, and no communication.
-        began: start time of the command, as returned by ``time.monotonic``.
+        minutes: the limit. If None, there is no limit and no communication.
+        began: the start time of the command, as returned by ``time.monotonic``.
     """
 
     def __init__(self, minutes: int | None, began: float) -> None:
         self._end = None if minutes is None else began + 60 * minutes
 
     def has_passed(self) -> bool:
-        """Return whether the limit has passed on any process, so that all end together.
+        """Return True if the limit has passed on any process, so that all processes end together.
 
         All ranks must call this.
         """

@@ -1,4 +1,4 @@
-"""Runs at startup in every Python process under ``megatron-npu sim``: its directory is on PYTHONPATH."""
+"""Code that every Python process under ``megatron-npu sim`` runs at startup, found on PYTHONPATH."""
 
 import importlib.machinery
 import importlib.util
@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize that this one hides, if the environment has one."""
+    """Run the sitecustomize that this one hides, if the environment contains one."""
     others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:

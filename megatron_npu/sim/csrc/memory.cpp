@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 
@@ -86,19 +87,69 @@ void release(int device, size_t bytes) {
   used[device] -= bytes;
 }
 
-// Memory of the host for a device; in a dry run only an address range, whose pages appear where they are touched.
+// Where devices have their memory. torch_npu's allocator takes the lowest of equally large free blocks, so the
+// order of addresses decides what it reserves: they ascend, as those of a device, in a dry run as in a full one.
+class Addresses {
+ public:
+  // The lowest free range that is large enough.
+  char* take(size_t bytes) {
+    for (auto [start, size] : gaps_) {
+      if (size < bytes) continue;
+      gaps_.erase(start);
+      if (size > bytes) gaps_[start + bytes] = size - bytes;
+      return start;
+    }
+    char* start = end_;
+    end_ += bytes;
+    return start;
+  }
+
+  void give_back(char* start, size_t bytes) {
+    if (start < kFirst || start >= end_) return;  // not one of these: the kernel had it elsewhere
+    auto after = gaps_.lower_bound(start);
+    if (after != gaps_.end() && start + bytes == after->first) {
+      bytes += after->second;
+      after = gaps_.erase(after);
+    }
+    if (after != gaps_.begin()) {
+      auto before = std::prev(after);
+      if (before->first + before->second == start) {
+        before->second += bytes;
+        return;
+      }
+    }
+    gaps_[start] = bytes;
+  }
+
+ private:
+  static inline char* const kFirst = reinterpret_cast<char*>(uint64_t{1} << 45);  // between the heap and libraries
+  char* end_ = kFirst;
+  std::map<char*, size_t> gaps_;
+};
+
+Addresses& addresses() {
+  static auto& all = *new Addresses;
+  return all;
+}
+
+size_t whole_pages(size_t bytes) { return (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage; }
+
+// Memory of the host for a device. Its pages appear where they are touched: in a dry run few are.
 int take(void** address, size_t bytes) {
-  if (!dry_limit()) return posix_memalign(address, kAlignment, bytes);
-  *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  bytes = whole_pages(bytes);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (dry_limit() ? MAP_NORESERVE : 0);
+  std::lock_guard<std::mutex> lock(mutex);
+  char* wanted = addresses().take(bytes);
+  *address = mmap(wanted, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (*address == wanted) return 0;
+  addresses().give_back(wanted, bytes);
   return *address == MAP_FAILED;
 }
 
 void give_back(void* address, size_t bytes) {
-  if (dry_limit()) {
-    munmap(address, bytes);
-  } else {
-    std::free(address);
-  }
+  std::lock_guard<std::mutex> lock(mutex);
+  munmap(address, whole_pages(bytes));
+  addresses().give_back(static_cast<char*>(address), whole_pages(bytes));
 }
 
 // Whether a copy is one that a dry run leaves out.
@@ -121,7 +172,7 @@ int allocate(void** address, size_t bytes) {
 
 // Shared pages, as they may get a second address.
 int allocate_host(void** address, size_t bytes, bool same_address) {
-  bytes = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+  bytes = whole_pages(bytes);
   *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (*address == MAP_FAILED) return kOutOfMemory;
   std::lock_guard<std::mutex> lock(mutex);

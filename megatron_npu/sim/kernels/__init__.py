@@ -1,7 +1,7 @@
 """Reference kernels of torch_npu's own operations, and the limits in Ascend's documentation.
 
-One file per family declares the kernels; those of attention are in a folder. ``limits`` holds the conditions
-on each operation's arguments.
+One file per family declares the kernels; those for attention are in a folder. ``limits`` contains the
+conditions on the arguments of each operation.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import pkgutil
 
 
 def declare() -> None:
-    """Import every module of this package, so that ``registry.KERNELS`` is complete; needs no torch_npu."""
+    """Import every module of this package to complete ``registry.KERNELS``. Requires no torch_npu."""
     for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         importlib.import_module(module.name)
 
 
 def register() -> list[str]:
-    """Register every kernel with torch's dispatcher; torch_npu must be imported.
+    """Register every kernel with torch's dispatcher. torch_npu must be imported.
 
     Returns:
         The operations that this torch_npu does not define.

@@ -1,4 +1,7 @@
-"""Operations that torch_npu uses instead of aten's and that have no CPU kernel, mostly backwards."""
+"""Reference kernels for operations that torch_npu uses in place of aten's, mostly backward passes.
+
+These operations have no CPU kernel.
+"""
 
 from __future__ import annotations
 

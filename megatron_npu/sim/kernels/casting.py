@@ -1,4 +1,7 @@
-"""Casts between dtypes, and between the device's memory formats, which the simulator does not have."""
+"""Reference kernels for casts between dtypes, and between memory formats of the device.
+
+The simulator does not have these memory formats.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_dtype_cast")
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
-    """Return a copy of ``input`` in the dtype with the given ScalarType number."""
+    """Return a copy of ``input`` in the dtype that has the given ScalarType number."""
     return input.to(SCALAR_TYPES[dtype], copy=True)
 
 
@@ -25,7 +28,7 @@ def npu_dtype_cast_backward(
 
 @kernel("_npu_dtype_cast")
 def npu_private_dtype_cast(input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of ``input`` in ``dtype``; on the device, ``Tensor.to`` calls this."""
+    """Return a copy of ``input`` in ``dtype``. On the device, ``Tensor.to`` calls this operation."""
     return input.to(dtype, copy=True)
 
 
@@ -39,7 +42,7 @@ def npu_private_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def npu_format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return a copy in the plain format, whichever format was requested.
+    """Return a copy in the plain format, regardless of the requested format.
 
     torch_npu itself does the same while its private formats are disabled
     (``torch.npu.config.allow_internal_format = False``), so values and shapes match such a device.
@@ -57,5 +60,5 @@ def npu_private_format_cast(input: Tensor, acl_format: int) -> Tensor:
 def npu_format_cast_in_place(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return ``input`` unchanged: it is in the plain format."""
+    """Return ``input`` unchanged, because it is in the plain format."""
     return input

@@ -1,4 +1,4 @@
-"""How limits work: conditions on arguments, and the errors for violated ones."""
+"""Conditions on the arguments of operations, and the errors that are raised if one is violated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 
 class LimitError(RuntimeError):
-    """An argument violates a limit in Ascend's documentation; a RuntimeError, as torch_npu raises.
+    """Raised when an argument violates a limit in Ascend's documentation.
+
+    This is a RuntimeError, because that is what torch_npu raises.
 
     Args:
-        message: operation, argument, given, allowed and source.
+        message: the operation, the argument, the given and allowed values, and the source.
         limit: the violated limit.
     """
 
@@ -25,19 +27,19 @@ class LimitError(RuntimeError):
 
 
 class NotSimulatedError(LimitError, NotImplementedError):
-    """An argument is valid on hardware but not supported by the simulator."""
+    """Raised when an argument is valid on hardware but not supported by the simulator."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """One condition on one argument.
+    """A condition on an argument.
 
     Attributes:
         argument: its name in the operation's schema.
-        allowed: what the documentation allows, in words; part of the message and of the generated page.
+        allowed: what the documentation allows, in words; part of the error message and of the generated page.
         holds: the condition, called with all arguments as attributes. It is skipped if the argument is None,
-            unless ``even_none``; earlier limits of the same operation hold when it is called.
-        even_none: check the condition even if the argument is None.
+            unless ``even_none`` is set; earlier limits of the same operation hold when it is called.
+        even_none: whether to check the condition even if the argument is None.
         simulated: False if hardware accepts the argument and only the simulator does not.
     """
 
@@ -53,7 +55,7 @@ class Limits:
     """The limits of one operation, in the order in which they are checked.
 
     Attributes:
-        source: the document and section they come from.
+        source: the document and section that specify them.
         limits: the conditions.
         notes: documented conditions that cannot be checked, and contradictions between documents.
     """
@@ -64,7 +66,9 @@ class Limits:
 
 
 def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
-    """Raise an error for the first violated limit, with operation, argument, given, allowed and source.
+    """Raise an error for the first violated limit.
+
+    The error names the operation, the argument, the given and allowed values, and the source.
 
     Raises:
         LimitError: the documentation does not allow an argument.
@@ -75,14 +79,14 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
         value = arguments[limit.argument]
         if (value is None and not limit.even_none) or limit.holds(given):
             continue
-        what = f"{operation}: {limit.argument}: given {describe(value)}, "
+        what = f"{operation}: {limit.argument} is {describe(value)}, but "
         if not limit.simulated:
             raise NotSimulatedError(f"{what}the simulator supports only {limit.allowed}", limit)
-        raise LimitError(f"{what}allowed {limit.allowed} ({table.source})", limit)
+        raise LimitError(f"{what}the documentation requires {limit.allowed} ({table.source})", limit)
 
 
 def describe(value: Any) -> str:
-    """Return a value as shown in an error message; for a tensor, its dtype and shape."""
+    """Return a value in the form used in error messages; for a tensor, its dtype and shape."""
     if isinstance(value, Tensor):
         return f"{_dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -104,7 +108,7 @@ def dtype(argument: str, *allowed: torch.dtype) -> Limit:
 
 
 def dtype_of(argument: str, other: str) -> Limit:
-    """Require that the tensor has the dtype of another argument."""
+    """Require that the tensor has the same dtype as another argument."""
     return Limit(
         argument,
         f"the dtype of {other}",
@@ -113,7 +117,7 @@ def dtype_of(argument: str, other: str) -> Limit:
 
 
 def shape_of(argument: str, other: str) -> Limit:
-    """Require that the tensor has the shape of another argument."""
+    """Require that the tensor has the same shape as another argument."""
     return Limit(
         argument, f"the shape of {other}", lambda a: getattr(a, argument).shape == getattr(a, other).shape
     )
@@ -127,7 +131,7 @@ def dimensions(argument: str, least: int, most: int | None = None) -> Limit:
 
 
 def one_of(argument: str, *allowed: Any) -> Limit:
-    """Require that the value is one of these."""
+    """Require that the value is one of the given values."""
     names = " or ".join(repr(each) for each in allowed)
     return Limit(argument, names, lambda a: getattr(a, argument) in allowed)
 
@@ -138,18 +142,18 @@ def between(argument: str, least: float, most: float) -> Limit:
 
 
 def absent(argument: str) -> Limit:
-    """Require None: the documentation reserves the argument or says that it is not supported."""
-    return Limit(argument, "only None", lambda a: False)
+    """Require None, because the documentation reserves the argument or says that it is not supported."""
+    return Limit(argument, "None", lambda a: False)
 
 
 def not_simulated(argument: str, *taken: Any) -> Limit:
-    """Require None or one of these values: the simulator does not support others, which hardware accepts."""
+    """Require None or one of these values; hardware accepts other values, but the simulator does not."""
     names = " or ".join(repr(each) for each in (None, *taken))
     return Limit(argument, names, lambda a: getattr(a, argument) in taken, simulated=False)
 
 
 def required(argument: str) -> Limit:
-    """Require a value: the argument is optional in the schema but needed."""
+    """Require a value, because the argument is optional in the schema but the operation requires it."""
     return Limit(argument, "a value", lambda a: getattr(a, argument) is not None, even_none=True)
 
 

@@ -1,4 +1,4 @@
-"""Matmuls that exchange their factors or results between ranks, as one operation.
+"""Reference kernels for matmuls that exchange their factors or results between ranks in one operation.
 
 The collective runs on the named communicator, so its bytes, order and errors are the same as for a separate
 collective (docs/reference/simulator-hccl.md).
@@ -34,11 +34,10 @@ def npu_all_gather_base_mm(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather ``input`` ``[m, k]`` to ``[world_size * m, k]`` and multiply by ``x2`` ``[k, n]``.
+    """Gather ``input`` ``[m, k]`` to ``[world_size * m, k]``, and multiply the result by ``x2`` ``[k, n]``.
 
     Returns:
-        The product ``[world_size * m, n]``, and the gathered input, or an empty tensor if it is not
-        requested.
+        The product ``[world_size * m, n]``, and the gathered input, which is empty if it is not requested.
     """
     gathered = input.new_empty(world_size * input.size(0), input.size(1))
     _collective("AllGather", hcom, input, gathered, input.numel())
@@ -60,7 +59,7 @@ def npu_mm_reduce_scatter_base(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """Return this rank's part ``[m / world_size, n]`` of the sum of all ranks' ``input · x2``."""
+    """Return this rank's part ``[m / world_size, n]`` of the sum of ``input · x2`` over all ranks."""
     product = input @ x2
     part = product.new_empty(product.size(0) // world_size, product.size(1))
     _collective("ReduceScatter", hcom, product, part, part.numel())
@@ -93,7 +92,7 @@ def npu_mm_all_reduce_base(
     comm_quant_mode: int = 0,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """Return the sum of all ranks' ``x1`` ``[..., k]`` times ``x2`` ``[k, n]``."""
+    """Return the sum of ``x1`` ``[..., k]`` times ``x2`` ``[k, n]`` over all ranks."""
     product = (x1 @ x2).contiguous()
     total = torch.empty_like(product)
     _collective("AllReduce", hcom, product, total, product.numel())
@@ -101,10 +100,12 @@ def npu_mm_all_reduce_base(
 
 
 def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count: int) -> None:
-    """Run a collective on host memory and wait until it ends; ``count``: elements of the smaller buffer.
+    """Run a collective on host memory, and wait until it ends.
+
+    ``count`` is the number of elements of the smaller buffer.
 
     Raises:
-        RuntimeError: there is no such communicator, or the ranks' calls do not match.
+        RuntimeError: the communicator does not exist, or the ranks' calls do not match.
     """
     given = given.contiguous()
     dtype = _HCCL_TYPES[given.dtype]

@@ -1,4 +1,4 @@
-"""Cross entropy: from logits in one operation, or from the output layer's factors without full logits."""
+"""Reference kernels for cross entropy, from logits or from the output layer's factors without full logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def npu_cross_entropy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss (``[n]``, or ``[1]`` if reduced), log probabilities ``[n, c]`` and two empty tensors.
 
-    A negative ``ignore_index`` ignores nothing, unlike torch's: every target must be a class.
+    Unlike in torch, a negative ``ignore_index`` ignores nothing: every target must be a class.
     """
     log_probabilities = torch.log_softmax(input.float(), -1)
     class_weight = torch.ones(input.size(1), dtype=torch.float32) if weight is None else weight
@@ -50,7 +50,7 @@ def npu_cross_entropy_loss_backward(
     label_smoothing: float = 0.0,
     lse_square_scale_for_zloss: float = 0.0,
 ) -> Tensor:
-    """Return the gradient of the logits ``[n, c]``; the limits exclude label smoothing."""
+    """Return the gradient of the logits ``[n, c]``. The limits do not allow label smoothing."""
     row_weight = _counted(target, ignore_index)
     if weight is not None:
         row_weight = row_weight * weight[target]
@@ -61,7 +61,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
-    """Return 1 for targets that count and 0 for ignored ones."""
+    """Return 1 for targets that count, and 0 for ignored targets."""
     if ignore_index < 0:
         return torch.ones(target.shape, dtype=torch.float32)
     return (target != ignore_index).float()
@@ -76,7 +76,7 @@ def npu_fused_linear_online_max_sum(
     vocab_end_index: int,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the per-row statistics of this vocabulary part that the loss needs.
+    """Return the statistics of this part of the vocabulary, per row, that the loss requires.
 
     These are each row's largest logit; its sum of exponentials and its target's logit, both relative to the
     largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte is

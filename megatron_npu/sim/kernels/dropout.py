@@ -1,4 +1,4 @@
-"""Dropout with the mask packed into bits, as the device stores it."""
+"""Reference kernels for dropout with the mask packed into bits, as the device stores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 @kernel("_npu_dropout")
 def npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the mask: one bit per element, 1 = kept, lowest bit first, padded to 128 bits."""
+    """Return the output and the mask, which has one bit per element and is padded to 128 bits.
+
+    A bit is 1 if the element is kept. The lowest bit is the first.
+    """
     keep = randomness.kept(*randomness.advance(), input.numel(), 1 - p)
     return _apply(input, keep, p), pack_bits(keep)
 
@@ -38,7 +41,7 @@ def npu_dropout_gen_mask(
 
 @kernel("npu_dropout_backward")
 def npu_dropout_backward(grad_output: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return the gradient, using the packed mask of the forward pass."""
+    """Return the gradient, computed with the packed mask of the forward pass."""
     return _apply(grad_output, unpack_bits(mask, grad_output.numel()), p)
 
 

@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows with different weights: the experts of a mixture."""
+"""Reference kernels for matmuls of groups of rows with different weights, as used by mixtures of experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """Return the products x_i · weight_i + bias_i, one tensor per group or all rows joined.
+    """Return the products x_i · weight_i + bias_i, as one tensor per group or with all rows joined.
 
     By ``group_type``:
         -1: ``x`` and ``weight`` are lists of equal length.
@@ -79,7 +79,7 @@ def npu_grouped_matmul_list(
 
 
 def group_ends(group_list: Tensor, group_list_type: int) -> list[int]:
-    """Return cumulative ends from cumulative (type 0) or plain (type 1) group sizes."""
+    """Return the cumulative ends for group sizes that are cumulative (type 0) or plain (type 1)."""
     return [int(end) for end in (group_list.cumsum(0) if group_list_type == 1 else group_list)]
 
 
@@ -106,7 +106,7 @@ def _groups(ends: Sequence[int]) -> list[slice]:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weight + bias, summed in fp32 and returned in the dtype of ``x``."""
+    """Return x · weight + bias, which is summed in fp32 and returned in the dtype of ``x``."""
     product = x.float() @ weight.float()
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -123,7 +123,7 @@ def npu_grouped_matmul_add_in_place(
     group_type: int = K_SPLIT,
     group_list_type: int | None = 0,
 ) -> Tensor:
-    """Add x_iᵀ · weight_i to ``input`` ``[e, m, n]``, fp32; the groups divide k of ``x`` ``[k, m]``."""
+    """Add x_iᵀ · weight_i to the fp32 ``input`` ``[e, m, n]``; the groups divide k of ``x`` ``[k, m]``."""
     for total, rows in zip(input, _groups(group_ends(group_list, group_list_type or 0)), strict=True):
         total.add_(x[rows].float().t() @ weight[rows].float())
     return input

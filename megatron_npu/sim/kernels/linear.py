@@ -1,4 +1,4 @@
-"""x · weightᵀ + bias as one operation."""
+"""Reference kernel for x · weightᵀ + bias in one operation."""
 
 from __future__ import annotations
 

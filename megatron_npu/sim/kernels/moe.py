@@ -1,6 +1,6 @@
-"""Sorting tokens by expert and back, and the selection of experts.
+"""Reference kernels for sorting tokens by expert, reversing that order, and selecting experts.
 
-``sorted_indices[i * topk + k]`` is the row of the sorted tokens that holds the k-th copy of token i. -1 or
+``sorted_indices[i * topk + k]`` is the row of the sorted tokens that contains the k-th copy of token i. -1 or
 a row beyond the sorted tokens means that the copy was dropped.
 """
 
@@ -18,9 +18,9 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ``tokens`` ``[t, h]`` copied once per expert in ``indices`` ``[t, topk]`` and sorted by expert.
+    """Return ``tokens`` ``[t, h]``, copied once per expert in ``indices`` ``[t, topk]`` and sorted by expert.
 
-    ``num_out_tokens`` limits the number of rows as a slice does: 0 keeps all, -n drops the last n.
+    ``num_out_tokens`` limits the number of rows like a slice: 0 keeps all, -n drops the last n.
     """
     order, positions = _sort(indices.flatten())
     copies = max(1, indices.numel() // max(1, tokens.size(0)))
@@ -38,7 +38,7 @@ def npu_moe_token_permute_grad_v2(
     num_topK: int,  # noqa: N803  the schema's name
     padded_mode: bool = False,
 ) -> Tensor:
-    """Return the gradient of the tokens ``[t, h]``: the sum over their copies."""
+    """Return the gradient of the tokens ``[t, h]``, which is the sum over their copies."""
     copies = _copies(grad_permuted_tokens, sorted_indices, tokens_size_0, num_topK)
     return copies.sum(1).to(tokens_dtype)
 
@@ -51,7 +51,7 @@ def npu_moe_token_permute_grad(
     sorted_indices: Tensor,
     padded_mode: bool = False,
 ) -> Tensor:
-    """Return the gradient of the tokens, with the signature of older torch_npu versions."""
+    """Return the gradient of the tokens, with the signature in older torch_npu versions."""
     copies = 1 if indices.dim() == 1 else indices.size(1)
     return npu_moe_token_permute_grad_v2(
         grad_permuted_tokens, sorted_indices, tokens.size(0), tokens.dtype, copies
@@ -66,7 +66,7 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return ``[t, h]``: the sum of each token's copies, weighted by ``probs`` ``[t, topk]`` if given."""
+    """Return the sum of each token's copies ``[t, h]``, weighted by ``probs`` ``[t, topk]`` if given."""
     shape = (len(sorted_indices), 1) if probs is None else probs.shape
     copies = _copies(permuted_tokens, sorted_indices, *shape)
     if probs is not None:
@@ -82,7 +82,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the input that the backward pass needs, which is empty without probabilities."""
+    """Return the result, and the input that the backward pass needs, which is empty without probabilities."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -98,7 +98,7 @@ def npu_moe_token_unpermute_grad_v2(
     restore_shape: Sequence[int] | None = None,
     permuted_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sorted tokens and of ``probs`` (empty without them)."""
+    """Return the gradients of the sorted tokens and of ``probs``; the latter is empty without ``probs``."""
     copies = 1 if probs is None else probs.size(1)
     grad = grad_unpermuted_tokens.float()
     spread = grad.repeat_interleave(copies, 0)
@@ -121,7 +121,7 @@ def npu_moe_token_unpermute_grad(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients, with the signature of older torch_npu versions."""
+    """Return the gradients, with the signature in older torch_npu versions."""
     return npu_moe_token_unpermute_grad_v2(
         grad_unpermuted_tokens,
         sorted_indices,
@@ -185,7 +185,7 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """Return ``[t, h]``: the sum of each token's copies, weighted by their probabilities if given."""
+    """Return the sum of each token's copies ``[t, h]``, weighted by their probabilities if given."""
     copies = _copies(permuted_tokens, sorted_indices, restore_shape[0])
     if probs is not None:
         assert routing_map is not None  # by the limits
@@ -203,10 +203,10 @@ def npu_private_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, two copies of ``sorted_indices`` and the sorted probabilities (empty without them).
+    """Return the result, two copies of ``sorted_indices``, and the sorted probabilities (or an empty tensor).
 
-    The backward pass in this mode reads ``sorted_indices`` itself; the other outputs only have the right
-    shape.
+    The backward pass in this mode reads ``sorted_indices`` itself; of the other outputs, only the shape is
+    correct.
     """
     result = npu_moe_token_unpermute_with_routing_map(
         permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map
@@ -230,7 +230,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     drop_and_pad: bool,
     restore_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sorted tokens and of ``probs`` (empty without them)."""
+    """Return the gradients of the sorted tokens and of ``probs``; the latter is empty without ``probs``."""
     tokens = restore_shape[0]
     grad = unpermuted_tokens_grad.float()
     copies = len(out_index) // max(1, tokens)
@@ -248,7 +248,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of the copies by expert, and the row that each copy then has (int32)."""
+    """Return the stable order of the copies by expert, and the row of each copy in that order (int32)."""
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
@@ -265,13 +265,13 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = None) -> Tensor:
-    """Return the copies of every token as fp32 ``[tokens, topk, h]``; ``topk`` None: inferred."""
+    """Return the copies of every token as fp32 ``[tokens, topk, h]``; ``topk`` is inferred if it is None."""
     each = len(positions) // max(1, tokens) if topk is None else topk
     return _gather(rows, positions).view(tokens, each, rows.size(1))
 
 
 def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Return ``[count, h]`` with ``values`` at ``positions``, the inverse of ``_gather``."""
+    """Return ``[count, h]`` with ``values`` at ``positions``, which is the inverse of ``_gather``."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < count)
     rows = torch.zeros(count, values.size(1), dtype=torch.float32)
@@ -301,9 +301,9 @@ def npu_moe_gating_top_k(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and experts (int32) ``[t, k]`` and, with ``out_flag``, all scores (fp32, ``[t, e]``).
 
-    Scores are softmax (``norm_type`` 0) or sigmoid; ``bias`` affects only the selection. With groups, experts
-    are selected from the ``k_group`` groups with the largest score (mode 0) or sum of the two largest (mode
-    1).
+    The scores are softmax (``norm_type`` 0) or sigmoid; ``bias`` affects only the selection. With groups,
+    experts are selected from the ``k_group`` groups with the largest score (mode 0) or the largest sum of
+    their two largest scores (mode 1).
     """
     scores = x.float().softmax(-1) if norm_type == 0 else x.float().sigmoid()
     preference = scores if bias is None else scores + bias.float()

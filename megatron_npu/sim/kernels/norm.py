@@ -1,4 +1,7 @@
-"""RMSNorm, y = x / sqrt(mean(x²) + epsilon) · gamma, and RMSNorm and layer norm after a residual addition."""
+"""Reference kernels for RMSNorm, and for RMSNorm and layer norm after a residual addition.
+
+RMSNorm is y = x / sqrt(mean(x²) + epsilon) · gamma.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_rms_norm")
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return y, with the dtype of ``input``, and 1 / rms in fp32 with the normalized dimensions kept as 1."""
+    """Return y with the dtype of ``input``, and 1 / rms in fp32 with the normalized dimensions kept as 1."""
     x = input.float()
     rstd = torch.rsqrt(x.pow(2).mean(_normalised(input, gamma), keepdim=True) + epsilon)
     return (x * rstd * gamma.float()).to(input.dtype), rstd
@@ -18,7 +21,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
 
 @kernel("npu_rms_norm_backward")
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` (its dtype) and ``gamma`` (fp32, as the device returns it)."""
+    """Return the gradients of ``input`` (in its dtype) and ``gamma`` (in fp32, as the device returns it)."""
     hat = input.float() * rstd
     scaled = dy.float() * gamma.float()
     projection = (scaled * hat).mean(_normalised(input, gamma), keepdim=True)
@@ -81,5 +84,5 @@ def npu_add_layer_norm_backward(
 
 
 def _normalised(input: Tensor, gamma: Tensor) -> tuple[int, ...]:
-    """Return the dimensions that gamma spans, which are the last ones."""
+    """Return the dimensions that gamma spans, which are the last dimensions."""
     return tuple(range(input.dim() - gamma.dim(), input.dim()))

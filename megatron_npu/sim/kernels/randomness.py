@@ -1,4 +1,4 @@
-"""Random numbers from the device's generator that a backward kernel can regenerate from (seed, offset)."""
+"""Random numbers from the device's generator, which a backward kernel can regenerate from (seed, offset)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def advance() -> tuple[int, int]:
 
 
 def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
-    """Return ``count`` booleans, True with probability ``keep_prob``, determined by the arguments."""
+    """Return ``count`` booleans, each True with probability ``keep_prob``, determined by the arguments."""
     return _uniform(seed, offset, count) < keep_prob
 
 

@@ -1,4 +1,4 @@
-"""Which function computes which torch_npu operation, and their registration with torch's dispatcher."""
+"""The functions that compute torch_npu's operations, and their registration with torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Kernel:
     """The reference kernel of one operation.
 
     Attributes:
-        operation: name and overload without namespace, such as ``npu_apply_adam_w.out``.
+        operation: the name and overload without namespace, such as ``npu_apply_adam_w.out``.
         function: the bare computation, on host tensors, without autograd.
-        checked: the same function after a check of the operation's limits; torch calls this one.
+        checked: the same function after a check of the operation's limits, which is the one that torch calls.
     """
 
     operation: str
@@ -56,11 +56,11 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
-    """Declare a function as the computation of operations ``npu::name``, on host tensors.
+    """Declare a function as the computation of operations ``npu::name`` on host tensors.
 
-    It has the parameters of the operation's schema, with the same names, order and defaults: torch omits
-    arguments that equal the default. Tensors alias the device's memory; the function returns new host
-    tensors, or the arguments that it has written to. torch_npu keeps its schema, Python entry point and
+    It has the parameters of the operation's schema, with the same names, order and defaults, because torch
+    omits arguments that equal the default. The tensors alias the device's memory; the function returns new
+    host tensors, or the arguments that it has written to. torch_npu keeps its schema, Python entry point and
     autograd formula.
     """
 
@@ -73,7 +73,7 @@ def kernel(*operations: str) -> Callable[[_Function], _Function]:
 
 
 def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a check of its operation's limits; unchanged if it has no limits."""
+    """Return the function with a check of its operation's limits, or unchanged if it has no limits."""
     table = LIMITS.get(operation)
     if table is None:
         return function
@@ -92,11 +92,11 @@ def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., 
 def register_all() -> list[str]:
     """Register every declared kernel as the CPU kernel of each schema that this torch_npu has.
 
-    The simulator's device kernel calls them with host views of the device's memory, below autograd. A
-    torch_npu operation that computes but has no kernel raises an error that says so.
+    The simulator's device kernel calls these kernels with host views of the device's memory, below autograd.
+    A torch_npu operation that performs a computation but has no kernel raises an error that says so.
 
     Returns:
-        The operations that this torch_npu does not define; the tested version defines all.
+        The operations that this torch_npu does not define; the tested version defines all of them.
     """
     known = set(torch._C._dispatch_get_all_op_names())
     for namespace in NAMESPACES:
@@ -111,9 +111,10 @@ def register_all() -> list[str]:
 
 
 def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
-    """Register a kernel, and an error for host tensors, with which hardware cannot compute.
+    """Register a kernel, and an error for host tensors, which hardware does not accept.
 
-    The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key with the error.
+    The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key that raises the
+    error.
     """
     full = f"{namespace}::{operation}"
     if not _has_kernel(full, "CPU"):
@@ -123,7 +124,7 @@ def _register(library: torch.library.Library, namespace: str, operation: str, ea
 
 
 def _lacks_kernel(name: str) -> bool:
-    """Return whether torch_npu computes an operation on the device but the simulator has no kernel for it."""
+    """Return True if torch_npu computes an operation on the device but the simulator has no kernel for it."""
     namespace, _, operation = name.partition("::")
     return (
         namespace == "npu"

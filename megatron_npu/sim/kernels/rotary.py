@@ -1,4 +1,4 @@
-"""Rotary position embedding: cos · x + sin · rotate(x)."""
+"""Reference kernels for rotary position embedding, cos · x + sin · rotate(x)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Return ``input`` (4 dimensions, the last of size d) rotated by cos ``r1`` and sin ``r2``.
+    """Return ``input`` (4 dimensions, the last of size d), rotated by cos ``r1`` and sin ``r2``.
 
-    Like the device, this casts cos and sin to the dtype of ``input`` before multiplying.
+    As on the device, cos and sin are cast to the dtype of ``input`` before the multiplication.
     """
     x, cos, sin = input.float(), r1.to(input.dtype).float(), r2.to(input.dtype).float()
     turned = _rotate(x, rotary_mode) if rotate is None else x @ rotate.float()

@@ -1,4 +1,4 @@
-"""Megatron's fused softmax: softmax(scale · x) with masked scores set to -10000."""
+"""Reference kernels for Megatron's fused softmax: softmax(scale · x) with masked scores set to -10000."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def npu_scaled_masked_softmax(
 def npu_scaled_masked_softmax_backward(
     y_grad: Tensor, y: Tensor, mask: Tensor, scale: float, fixed_triu_mask: bool
 ) -> Tensor:
-    """Return the gradient of ``x``, which is zero where masked."""
+    """Return the gradient of ``x``, which is zero at masked positions."""
     grad, probabilities = y_grad.float(), y.float()
     scores = (grad - (grad * probabilities).sum(-1, keepdim=True)) * probabilities * float(scale)
     return scores.masked_fill(_masked(y, mask, fixed_triu_mask), 0.0).to(y_grad.dtype)
 
 
 def _masked(x: Tensor, mask: Tensor, fixed_triu_mask: bool) -> Tensor:
-    """Return True where masked: by the given mask, or above the diagonal with ``fixed_triu_mask``."""
+    """Return True at positions masked by the given mask, or above the diagonal with ``fixed_triu_mask``."""
     if fixed_triu_mask:
         return torch.ones(x.shape[-2:], dtype=torch.bool).triu_(1)
     return mask.bool()

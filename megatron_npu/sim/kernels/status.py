@@ -1,7 +1,7 @@
-"""The device's overflow flag.
+"""Reference kernels for the device's overflow flag.
 
 An Atlas A2 or A3 in its default Inf/NaN mode never sets the flag: overflow becomes inf in the result. The
-simulated device behaves the same way; programs check for inf, as torch_npu's own GradScaler does there.
+simulated device behaves in the same way. Programs check for inf, as torch_npu's own GradScaler does there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def npu_alloc_float_status(input: Tensor) -> Tensor:
 
 @kernel("npu_get_float_status")
 def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Return the flag, int32 ``[8]`` as on Atlas A2; it is never set."""
+    """Return the flag, int32 ``[8]`` as on Atlas A2, which is never set."""
     return torch.zeros(WORDS, dtype=torch.int32)
 
 
 @kernel("npu_clear_float_status")
 def npu_clear_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Clear the flag; return eight zeros with the dtype of ``input``."""
+    """Clear the flag, and return eight zeros with the dtype of ``input``."""
     return input.new_zeros(WORDS)

@@ -1,1 +1,1 @@
-"""Stub for apex: only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""
+"""Stub for apex, which contains only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""

@@ -1,4 +1,4 @@
-"""Interface to the compiled ``dataset_indices.cpp``: same results as ``dataset_helpers``, much faster."""
+"""Interface to the compiled ``dataset_indices.cpp``: same results as ``dataset_helpers``, but faster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None if compiling is switched off or fails, which is logged."""
+    """Return the compiled functions, or None if compiling is disabled or fails; a failure is logged."""
     if not settings.COMPILED.enabled():
         return None
     folder, without = user_cache.root() / "datasets", f"set {settings.COMPILED.name}=0"
@@ -92,14 +92,17 @@ def blend(
     size: int,
     limits: NDArray[np.int64] | None = None,
 ) -> Int64:
-    """Fill the indices of a blend and return the samples of each dataset; the library must be available.
+    """Fill the indices of a blend, and return the number of samples of each dataset.
+
+    The library must be available.
 
     Args:
         dataset_index: ``[size]`` or more, of a dtype for which ``blends`` returns True.
-        dataset_sample_index: likewise, int64.
+        dataset_sample_index: ``[size]`` or more, int64.
         weights: ``[datasets]``, at least one.
-        size: number of samples.
-        limits: ``[datasets]``, number of samples in each dataset, ``size`` in total; None means no limits.
+        size: the number of samples.
+        limits: ``[datasets]``, the number of samples in each dataset, ``size`` in total. If None, there are
+            no limits.
     """
     count = len(weights)
     room = -(-count // _LANES) * _LANES
@@ -138,14 +141,14 @@ def _is_room(array: NDArray[Any], size: int) -> bool:
 def samples_of_documents(
     sizes: NDArray[Any], order: NDArray[Any], samples: int, length: int, extra: int
 ) -> Int64 | None:
-    """Return where each sample begins, ``[samples + 1, 2]``; None: use the Python implementation.
+    """Return where each sample begins, ``[samples + 1, 2]``; None if the Python implementation must be used.
 
     Args:
-        sizes: ``[documents]``, number of tokens in each document.
+        sizes: ``[documents]``, the number of tokens in each document.
         order: the document at each position.
-        samples: number of samples.
-        length: number of tokens from the beginning of one sample to that of the next.
-        extra: number of additional tokens per sample.
+        samples: the number of samples.
+        length: the number of tokens from the beginning of one sample to that of the next.
+        extra: the number of additional tokens per sample.
     """
     loaded = library()
     if loaded is None or not len(order) or samples < 0:
@@ -172,17 +175,19 @@ def rows_of_sentences(
 ) -> NDArray[np.generic] | None:
     """Return shuffled samples of sentences ``[samples, 3]``, or blocks ``[blocks, 4]``.
 
-    None means that the Python implementation must be used.
+    Return None if the Python implementation must be used.
 
     Args:
-        docs: ``[documents + 1]``, first sentence of each document.
-        sizes: ``[sentences]``, number of tokens in each sentence.
-        titles: ``[documents]``, number of tokens in each title, to get blocks; None: to get samples.
-        epochs, most: limits on epochs and samples; the first limit reached ends the work after its epoch.
-        length: target number of tokens in a sample.
-        ratio: one in this many samples has a smaller target; 0: none has.
-        seed: seed of the random numbers.
-        least: minimum number of sentences in a sample.
+        docs: ``[documents + 1]``, the first sentence of each document.
+        sizes: ``[sentences]``, the number of tokens in each sentence.
+        titles: ``[documents]``, the number of tokens in each title, if blocks are requested; None if samples
+            are requested.
+        epochs, most: limits on epochs and samples; the first limit that is reached ends the work after its
+            epoch.
+        length: the target number of tokens in a sample.
+        ratio: one in this many samples has a smaller target; with 0, no sample has.
+        seed: the seed of the random numbers.
+        least: the minimum number of sentences in a sample.
     """
     loaded = library()
     if loaded is None or length < 2 or least < 1 or most < 0 or len(docs) < 2:
@@ -198,7 +203,7 @@ def rows_of_sentences(
     size = ctypes.c_int64()
     made = loaded.make_rows(given, titles is not None, wide, ctypes.byref(size))
     if made is None:
-        raise MemoryError("rows of a dataset of sentences")
+        raise MemoryError("there is not enough memory for the rows of a dataset of sentences")
     columns = 3 if titles is None else 4
     result = np.empty((size.value // columns, columns), np.uint64 if wide else np.uint32)
     loaded.take_rows(made, wide, result.ctypes.data)
@@ -206,7 +211,7 @@ def rows_of_sentences(
 
 
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return both arrays in the form that the C++ code needs; check them, because it does not."""
+    """Return both arrays in the form that the C++ code requires; check them, because that code does not."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
     _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))
@@ -226,7 +231,6 @@ def _contiguous(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
 def _require(fits: bool | np.bool_, what: str, found: object) -> None:
     if not fits:
         raise UsageError(
-            f"the index of a dataset does not match its {what} ({found})",
-            "files of the same dataset",
-            "Create the dataset again.",
+            f"the index of a dataset does not match its {what} ({found}); its files must belong to the same "
+            "dataset. Create the dataset again."
         )

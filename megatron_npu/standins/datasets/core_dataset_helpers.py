@@ -1,8 +1,8 @@
 """Stub for ``megatron.core.datasets.helpers_cpp``, megatron-core's C++ extension for dataset indices.
 
-A wheel ships it compiled; in a checkout, upstream runs make when training starts, for the first
-python3-config on the path. Names and formats are those of ``megatron/core/datasets/helpers.cpp`` of 0.16.1;
-the functions shared with Megatron-LM 285068c8 come from that upstream's stub.
+A wheel contains the compiled extension. In a checkout, upstream runs make when training starts, for the first
+python3-config on the path. Names and formats are those of ``megatron/core/datasets/helpers.cpp`` in 0.16.1;
+the functions shared with Megatron-LM 285068c8 come from the stub for that upstream.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def build_exhaustive_blending_indices(
     Args:
         dataset_index: ``[sum of sizes]``, filled with the dataset of each sample.
         dataset_sample_index: ``[sum of sizes]``, filled with the sample's index in that dataset.
-        sizes: ``[num_datasets]``, number of samples to take from each; may be a list, as with the extension.
+        sizes: ``[num_datasets]``, the number of samples to take from each dataset; a list is accepted too, as
+            by the extension.
     """
     counts = [int(size) for size in sizes[:num_datasets]]
     total = sum(counts)

@@ -1,10 +1,10 @@
 """Stub for ``megatron.data.helpers``, upstream's C++ extension that builds dataset indices.
 
-Upstream compiles it with make, inside the checkout, when training starts. This module computes exactly the
-same values, so index files of either can be used with the other. Formats and names are those of
-``megatron/data/helpers.cpp`` of 285068c8. If there is a compiler, ``compiled_dataset_indices`` does the work;
-otherwise Python and numpy do: sentences are looked up by bisection in cumulative lengths, so the work grows
-with the number of samples, not of sentences.
+Upstream compiles the extension with make, inside the checkout, when training starts. This module computes
+exactly the same values, so index files of one can be used with the other. Formats and names are those of
+``megatron/data/helpers.cpp`` in 285068c8. If a compiler is available, ``compiled_dataset_indices`` does the
+work. Otherwise, Python and numpy are used: sentences are looked up by bisection in cumulative lengths, so the
+work grows with the number of samples, not with the number of sentences.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ def build_sample_idx_int64(
 ) -> Int64:
     """Return where each sample of a GPT dataset begins in the concatenated documents of all epochs.
 
-    The name and the last two arguments are megatron-core's; 285068c8 has their defaults built in.
+    The name and the last two arguments are megatron-core's; 285068c8 always uses their defaults.
 
     Args:
-        sizes: ``[documents]``, number of tokens in each document.
+        sizes: ``[documents]``, the number of tokens in each document.
         document_idx: ``[documents * epochs]``, the documents in order.
-        seq_length: number of tokens from the beginning of a sample to that of the next.
+        seq_length: the number of tokens from the beginning of a sample to that of the next.
         num_epochs, tokens_per_epoch: their product is the number of tokens.
         drop_last_partial_sequence: whether to leave out a last sample that is too short.
-        add_extra_token_to_sequence: 1 if a sample has one more token, the label of the last one; or 0.
+        add_extra_token_to_sequence: 1 if a sample has one more token, the label of the last token; otherwise
+            0.
 
     Returns:
-        ``[samples + 1, 2]``: index into ``document_idx``, offset in that document.
+        ``[samples + 1, 2]``: the index into ``document_idx``, and the offset in that document.
     """
     extra, tokens = add_extra_token_to_sequence, num_epochs * tokens_per_epoch
     if drop_last_partial_sequence:
@@ -87,9 +88,9 @@ def build_blending_indices(
     size: int,
     verbose: bool,
 ) -> None:
-    """Determine for each of ``size`` samples its dataset, and its index in that dataset.
+    """Determine, for each of ``size`` samples, its dataset and its index in that dataset.
 
-    Each sample is taken from the dataset that is furthest behind its weight, the first one in a tie.
+    Each sample is taken from the dataset that is furthest behind its weight, and from the first one in a tie.
 
     Args:
         dataset_index: ``[size]``, filled by this function.
@@ -111,7 +112,7 @@ def build_blending_indices(
 def _blend(
     dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
 ) -> list[int]:
-    """Do the same in Python, with numpy for many datasets; return the number of samples of each."""
+    """Do the same in Python, with numpy for many datasets; return the number of samples of each dataset."""
     if len(shares) > _FEW_DATASETS:
         return _blend_of_many(dataset_index, dataset_sample_index, shares, size)
     weights, taken = shares.tolist(), [0] * len(shares)
@@ -151,20 +152,20 @@ def build_mapping(
     verbose: bool,
     min_num_sent: int,
 ) -> NDArray[np.generic]:
-    """Return the samples of a BERT or T5 dataset, shuffled.
+    """Return the samples of a BERT or T5 dataset in shuffled order.
 
     Args:
-        docs: ``[documents + 1]``, first sentence of each document.
-        sizes: ``[sentences]``, number of tokens in each sentence.
-        num_epochs, max_num_samples: the first limit reached ends the work, at the end of an epoch.
-        max_seq_length: target number of tokens in a sample.
-        short_seq_prob: probability that a sample has a smaller target.
-        seed: seed of both random sequences.
+        docs: ``[documents + 1]``, the first sentence of each document.
+        sizes: ``[sentences]``, the number of tokens in each sentence.
+        num_epochs, max_num_samples: the first limit that is reached ends the work, at the end of an epoch.
+        max_seq_length: the target number of tokens in a sample.
+        short_seq_prob: the probability that a sample has a smaller target.
+        seed: the seed of both random sequences.
         verbose: whether to print the number of samples.
-        min_num_sent: minimum number of sentences in a sample.
+        min_num_sent: the minimum number of sentences in a sample.
 
     Returns:
-        ``[samples, 3]``: first sentence, sentence after the last, target number of tokens.
+        ``[samples, 3]``: the first sentence, the sentence after the last, and the target number of tokens.
     """
     ratio = math.floor(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0  # C's round()
     found = compiled.rows_of_sentences(
@@ -214,14 +215,17 @@ def build_blocks_mapping(
     verbose: bool,
     use_one_sent_blocks: bool,
 ) -> NDArray[np.generic]:
-    """Return the blocks of an ICT or REALM dataset, shuffled; arguments as in ``build_mapping``.
+    """Return the blocks of an ICT or REALM dataset in shuffled order.
+
+    For the other arguments, see ``build_mapping``.
 
     Args:
-        titles_sizes: ``[documents]``, number of tokens in each title, for which a block leaves room.
-        use_one_sent_blocks: whether a block may be one sentence; otherwise it has two or more.
+        titles_sizes: ``[documents]``, the number of tokens in each title, for which a block leaves room.
+        use_one_sent_blocks: whether a block may be a single sentence; otherwise it has two or more.
 
     Returns:
-        ``[blocks, 4]``: first sentence, sentence after the last, document, index of the block in its epoch.
+        ``[blocks, 4]``: the first sentence, the sentence after the last, the document, and the index of the
+        block in its epoch.
     """
     least = 1 if use_one_sent_blocks else 2
     found = compiled.rows_of_sentences(
@@ -254,16 +258,17 @@ def build_blocks_mapping(
 
 
 def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
-    """Return ``[sentences + 1]``: the number of tokens before each sentence."""
+    """Return the number of tokens before each sentence, ``[sentences + 1]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def _usable_documents(
     docs: Int64, sizes: NDArray[np.int32], least: int, checked_from: int
 ) -> list[tuple[int, int, int]]:
-    """Return (document, first sentence, sentence after the last) of the documents that give samples.
+    """Return (document, first sentence, sentence after the last) of each document that yields samples.
 
-    A document needs ``least`` sentences; one with ``checked_from`` or more must have no long sentence.
+    A document must have at least ``least`` sentences; one with ``checked_from`` or more must not contain a
+    long sentence.
     """
     long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
     first, last = docs[:-1], docs[1:]
@@ -277,7 +282,7 @@ def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int
     """Return the sentence after the last one of the sample that begins with ``first``.
 
     The sample has at least ``target`` tokens and ``least`` sentences, and leaves more than ``left_over``
-    sentences of the document; if that is not possible, it takes the rest of the document.
+    sentences of the document. If that is not possible, it takes the rest of the document.
     """
     reached = np.searchsorted(before[first : last + 1], before[first] + target, side="left")
     end = first + max(int(reached), least, 1)
@@ -293,7 +298,7 @@ def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
 ) -> NDArray[np.generic]:
-    """Return the rows in Fisher-Yates order, with ``std::mt19937_64(seed + 1)``."""
+    """Return the rows in Fisher-Yates order, shuffled with ``std::mt19937_64(seed + 1)``."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)
@@ -317,7 +322,7 @@ _TWIST = np.uint64(0xB5026F5AA96619E9)
 
 
 def _random64(seed: int) -> Iterator[int]:
-    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy does not have."""
+    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy does not provide."""
     state = _seeded_state(seed)
     while True:
         # The first half needs old words only, the second the first half's new ones, the last word both.

@@ -1,8 +1,8 @@
-"""What Megatron's gated delta nets import from flash-linear-attention (``fla``) if that package is absent.
+"""Stub for the parts of flash-linear-attention (``fla``) that Megatron's gated delta nets import.
 
-Its kernels are written in Triton; here the same is computed in plain torch. The stub is installed with
-``MEGATRON_NPU_TE=local``, together with the layers under TransformerEngine's names, on which a gated delta
-net is built. Generation from a state is rejected.
+The kernels of ``fla`` are written in Triton; here, the same results are computed in plain torch. The stub is
+installed with ``MEGATRON_NPU_TE=local`` if the package is not installed, together with the layers under
+TransformerEngine's names, which a gated delta net is built on. Generation from a state is rejected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ __version__ = "0.0+megatron.npu"  # Transformers takes other names of it from 0.
 
 
 def refuse_states(initial_state: Any, output_final_state: bool) -> None:
-    """Raise a UsageError if generation from a state is requested."""
+    """Check that generation from a state is not requested.
+
+    Raises:
+        UsageError: generation from a state is requested.
+    """
     if initial_state is not None or output_final_state:
         raise UsageError(
-            "a gated delta net is continued from a state, but flash-linear-attention is not installed",
-            "training or generation on whole sequences",
-            "Disable the inference cache.",
+            "continuing a gated delta net from a state requires flash-linear-attention, which is not "
+            "installed; only training and generation on whole sequences are supported without it. Disable "
+            "the inference cache."
         )
 
 
 def lengths_of(cu_seqlens: Tensor | None, steps: int) -> list[int]:
     """Return the lengths of the packed sequences whose boundaries are in ``cu_seqlens`` ``[n + 1]``.
 
-    They are read on the host, once per call. Tokens after the last sequence count as one more sequence.
+    The boundaries are read on the host, once per call. Tokens after the last sequence count as one more
+    sequence.
     """
     if cu_seqlens is None:
         return [steps]

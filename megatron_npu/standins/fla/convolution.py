@@ -1,4 +1,4 @@
-"""``fla.modules.convolution``: a short causal convolution of each channel."""
+"""Stub for ``fla.modules.convolution``, a short causal convolution of each channel."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return ``silu(convolution + bias)`` of ``[b, s, d]``, and None instead of a state.
+    """Return ``silu(convolution + bias)`` of ``[b, s, d]``, and None in place of a state.
 
     Args:
-        x: ``[b, s, d]``; with ``cu_seqlens`` b is 1.
+        x: ``[b, s, d]``; with ``cu_seqlens``, b is 1.
         weight, bias: ``[d, w]`` and ``[d]``.
-        initial_state, output_final_state: rejected.
-        activation: ``silu`` or ``swish``, which are the same.
+        initial_state, output_final_state: not supported.
+        activation: ``silu`` or ``swish``, which are the same function.
         cu_seqlens: where packed sequences begin, ``[n + 1]``, of any integer dtype.
 
     Raises:
@@ -36,6 +36,8 @@ def causal_conv1d(
     """
     refuse_states(initial_state, output_final_state)
     if activation not in ("silu", "swish"):
-        raise UsageError(f"a causal convolution with activation {activation}", "silu", "Pass silu.")
+        raise UsageError(
+            f"the activation of a causal convolution must be silu, but got {activation}. Pass silu."
+        )
     parts = x.split(lengths_of(cu_seqlens, x.size(1)), dim=1)
     return torch.cat([causal_convolution(part, weight, bias) for part in parts], 1), None

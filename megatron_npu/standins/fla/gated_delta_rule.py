@@ -1,4 +1,4 @@
-"""``fla.ops.gated_delta_rule``: linear attention with a decaying, corrected state."""
+"""Stub for ``fla.ops.gated_delta_rule``, linear attention with a decaying, corrected state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the outputs, ``[b, s, heads, p]``, and None instead of a state.
+    """Return the outputs, ``[b, s, heads, p]``, and None in place of a state.
 
     Args:
-        q, k, v, g, beta: as in ``ops.delta_rule.gated_delta_rule``; with ``cu_seqlens`` b is 1.
-        scale: factor of the outputs; None: ``n ** -0.5`` for keys ``[b, s, heads, n]``.
-        initial_state, output_final_state: rejected.
+        q, k, v, g, beta: see ``ops.delta_rule.gated_delta_rule``; with ``cu_seqlens``, b is 1.
+        scale: the factor of the outputs. If None, ``n ** -0.5`` for keys ``[b, s, heads, n]``.
+        initial_state, output_final_state: not supported.
         use_qk_l2norm_in_kernel: whether to scale queries and keys to length one first.
         cu_seqlens: where packed sequences begin, ``[n + 1]``, of any integer dtype.
 

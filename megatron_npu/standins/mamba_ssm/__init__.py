@@ -1,8 +1,8 @@
-"""What Megatron's Mamba layers import from mamba_ssm for training if that package is absent.
+"""Stub for the parts of mamba_ssm that Megatron's Mamba layers import for training.
 
-The stub is installed with ``MEGATRON_NPU_TE=local``, together with the layers under TransformerEngine's
-names, on which Mamba's specs are built. Generation kernels are missing: upstream checks for each and
-continues without it. Packed sequences are processed one by one.
+It is installed with ``MEGATRON_NPU_TE=local`` if the package is not installed, together with the layers under
+TransformerEngine's names, which Mamba's specs are built on. Generation kernels are missing: upstream checks
+for each of them and continues without it. Packed sequences are processed one by one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``mamba_ssm.ops.triton.layernorm_gated``: the norm after the scan."""
+"""Stub for ``mamba_ssm.ops.triton.layernorm_gated``, the norm after the scan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn import Parameter
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm of groups of channels, with a gate; its parameter is ``weight`` ``[h]``.
+    """RMS norm of groups of channels, with a gate. Its parameter is ``weight`` ``[h]``.
 
     Args:
         hidden_size: h.
         eps: added to the mean square.
-        group_size: number of channels that are normalized together; None: all.
+        group_size: the number of channels that are normalized together. If None, all channels.
         norm_before_gate: whether the gate multiplies the norm's output or its input.
-        device, dtype: device and dtype of the weight.
+        device, dtype: the device and dtype of the weight.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize ``[..., h]``, with the gate's logits ``[..., h]`` if given; computed in fp32."""
+        """Normalize ``[..., h]`` in fp32, with the gate's logits ``[..., h]`` if they are given."""
         values = x.float()
         if z is not None and not self.norm_before_gate:
             values = values * F.silu(z.float())

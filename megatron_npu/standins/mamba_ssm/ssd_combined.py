@@ -1,4 +1,4 @@
-"""``mamba_ssm.ops.triton.ssd_combined``: a Mamba-2 layer's scan, alone and with its convolution."""
+"""Stub for ``mamba_ssm.ops.triton.ssd_combined``, a Mamba-2 layer's scan with and without its convolution."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def mamba_chunk_scan_combined(
     """Return the scan of ``[b, s, heads, p]``, plus ``D x``, times ``silu(z)``.
 
     Args:
-        x, dt, A, B, C: as in ``ops.state_space.selective_scan``.
-        chunk_size: number of steps computed together.
+        x, dt, A, B, C: see ``ops.state_space.selective_scan``.
+        chunk_size: the number of steps that are computed together.
         D: ``[heads]`` or ``[heads, p]``.
         z: ``[b, s, heads, p]``.
         dt_bias: ``[heads]``, added to ``dt``.
         dt_softplus: whether to apply softplus to the result.
         seq_idx: ``[1, s]``, the index of each token's packed sequence; each sequence is scanned separately.
-        others: generation states and limits of dt: rejected.
+        others: generation states and limits of dt, which are not supported.
 
     Raises:
-        UsageError: one of these is given, or ``seq_idx`` has another shape.
+        UsageError: one of ``others`` is given, or ``seq_idx`` has another shape.
     """
     _refuse(others)
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
@@ -73,20 +73,21 @@ def mamba_split_conv1d_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return the input ``[b, s, heads p]`` of a layer's last projection from the output of its first.
+    """Return the input ``[b, s, heads p]`` of a layer's last projection, given the output of its first.
 
     Args:
-        zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: gate, values, b, c and steps, concatenated.
+        zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: the gate, values, b, c and steps, concatenated.
         conv1d_weight, conv1d_bias: ``[d, w]`` and ``[d]``, where d is the size of values, b and c.
-        dt_bias, A, D, chunk_size: as in ``mamba_chunk_scan_combined``.
-        headdim: p; None: the second size of ``D``.
-        ngroups: number of groups of b and c.
-        norm_before_gate: for a norm in between, which no caller here requests.
-        seq_idx: as there; the convolution also restarts with each sequence.
-        others: rejected, as there; also the weights of that norm and of the output projection.
+        dt_bias, A, D, chunk_size: see ``mamba_chunk_scan_combined``.
+        headdim: p. If None, the second size of ``D``.
+        ngroups: the number of groups of b and c.
+        norm_before_gate: applies to a norm in between, which no caller here requests.
+        seq_idx: see ``mamba_chunk_scan_combined``; the convolution also restarts with each sequence.
+        others: not supported, like those of ``mamba_chunk_scan_combined``; they include the weights of the
+            norm and of the output projection.
 
     Raises:
-        UsageError: one of these is given, ``seq_idx`` has another shape, or the activation is not silu.
+        UsageError: one of ``others`` is given, ``seq_idx`` has another shape, or the activation is not silu.
     """
     _refuse(others | ({} if activation in ("silu", "swish") else {"activation": activation}))
     heads, width = D.size(0), D.size(1) if headdim is None else headdim
@@ -119,10 +120,9 @@ def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
         return [x.size(1)]
     if seq_idx.shape != (1, x.size(1)) or x.size(0) != 1:
         raise UsageError(
-            f"seq_idx of a Mamba layer has the shape {list(seq_idx.shape)}, but the batch "
-            f"{list(x.shape[:2])}",
-            "a single row of packed sequences, [1, s] for both",
-            "Use --micro-batch-size 1.",
+            "packed sequences in a Mamba layer must be a single row: seq_idx and the batch must have the "
+            f"shape [1, s], but they have the shapes {list(seq_idx.shape)} and {list(x.shape[:2])}. Use "
+            "--micro-batch-size 1."
         )
     return torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()
 
@@ -131,7 +131,7 @@ def _refuse(others: dict[str, Any]) -> None:
     given = [name for name, value in others.items() if torch.is_tensor(value) or value not in (None, False)]
     if given:
         raise UsageError(
-            f"{given[0]} in a Mamba layer, but mamba-ssm and causal-conv1d are not installed",
-            "training or generation on whole sequences",
-            "Disable the inference cache.",
+            f"{given[0]} in a Mamba layer requires mamba-ssm and causal-conv1d, which are not installed; "
+            "only training and generation on whole sequences are supported without them. Disable the "
+            "inference cache."
         )

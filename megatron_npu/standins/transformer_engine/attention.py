@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.attention``.
+"""Stub for ``transformer_engine.pytorch.attention``.
 
 Upstream's class that wraps ``DotProductAttention`` is replaced with one based on megatron-core's own
 attention: ``adaptors.megatron_core.te_layers``.
@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 
 class DotProductAttention(torch.nn.Module):
-    """The base class of upstream's wrapper; it cannot be instantiated itself.
+    """The base class of upstream's wrapper, which cannot be instantiated itself.
 
     Raises:
         UsageError: it is instantiated.
@@ -24,21 +24,20 @@ class DotProductAttention(torch.nn.Module):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            "transformer_engine.pytorch.DotProductAttention is used directly, but TransformerEngine is not "
-            "installed",
-            "Megatron's attention, which replaces it here",
-            "Use megatron.core.extensions.transformer_engine.TEDotProductAttention.",
+            "transformer_engine.pytorch.DotProductAttention cannot be used directly, because "
+            "TransformerEngine is not installed; only Megatron's attention is replaced. Use "
+            "megatron.core.extensions.transformer_engine.TEDotProductAttention."
         )
 
 
 class _SplitAlongDim:
-    """The class with the one function that upstream uses: views of a tensor along a dimension."""
+    """A class with the one function that upstream uses: it returns views of a tensor along a dimension."""
 
     @staticmethod
     def apply(
         tensor: Tensor, split_dim: int, split_size_or_sections: int | Sequence[int], squeeze: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return ``torch.split``; with ``squeeze``, remove the dimension from each part."""
+        """Return the result of ``torch.split``; with ``squeeze``, remove the dimension from each part."""
         size = split_size_or_sections
         parts = torch.split(tensor, size if isinstance(size, int) else list(size), dim=split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)

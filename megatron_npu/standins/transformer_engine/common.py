@@ -1,4 +1,4 @@
-"""``transformer_engine.common``: low-precision recipes."""
+"""Stub for ``transformer_engine.common``, which contains low-precision recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.distributed``: recomputation, and RNG states of model parallelism."""
+"""Stub for ``transformer_engine.pytorch.distributed``: recomputation, and RNG states of model parallelism."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``; megatron-core's own checkpoint recomputes it in backward.
+    """Return ``function(*args, **kwargs)``, which megatron-core's own checkpoint recomputes in backward.
 
     Args:
         distribute_saved_activations: whether to split the first argument over the tensor-parallel ranks.
-        get_rng_state_tracker, tp_group: ignored; megatron-core's own are used.
+        get_rng_state_tracker, tp_group: ignored; those of megatron-core are used.
     """
     from megatron.core import tensor_parallel
 
@@ -30,12 +30,12 @@ def checkpoint(
 
 
 def activation_recompute_forward(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    """Return a context that does nothing; TransformerEngine's keeps fp8 scales between forward passes."""
+    """Return a context that has no effect; TransformerEngine's keeps fp8 scales between forward passes."""
     return nullcontext()
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return False."""
+    """Return False, because fp8 is not supported."""
     return False
 
 
@@ -48,7 +48,6 @@ class CudaRNGStatesTracker:
 
     def __init__(self) -> None:
         raise UsageError(
-            "TransformerEngine's RNG state tracker is requested, but TransformerEngine is not installed",
-            "megatron-core's own tracker, which does the same",
-            "Remove --te-rng-tracker (use_te_rng_tracker).",
+            "TransformerEngine's RNG state tracker was requested, but TransformerEngine is not installed; "
+            "megatron-core's own tracker does the same. Remove --te-rng-tracker (use_te_rng_tracker)."
         )

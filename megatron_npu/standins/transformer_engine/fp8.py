@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.fp8``: the global fp8 state, which is always off."""
+"""Stub for ``transformer_engine.pytorch.fp8``, the global fp8 state, which is always off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class FP8GlobalStateManager:
-    """The queries that upstream makes about the fp8 state."""
+    """The queries of the fp8 state that upstream uses."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -19,14 +19,14 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def get_fp8_recipe() -> None:
-        """Return None: no recipe is in use."""
+        """Return None, because no recipe is in use."""
 
 
 def fp8_autocast(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Return a context that does nothing.
+    """Return a context that has no effect.
 
     Raises:
-        UsageError: ``enabled`` is set.
+        UsageError: ``enabled`` is True.
     """
     return refuse("fp8_autocast") if enabled else contextlib.nullcontext()
 
@@ -35,11 +35,11 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[Non
     """Return a context in which parameters are created in their own precision.
 
     Raises:
-        UsageError: ``enabled`` is set.
+        UsageError: ``enabled`` is True.
     """
     return refuse("fp8_model_init") if enabled else contextlib.nullcontext()
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Return False, and why fp8 is not supported."""
+    """Return False, and the reason why fp8 is not supported."""
     return False, "the layers that megatron_npu provides under TransformerEngine's names do not support fp8"

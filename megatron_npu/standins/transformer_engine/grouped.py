@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.GroupedLinear``: a linear layer for each expert, in one grouped matmul."""
+"""Support for ``transformer_engine.pytorch.GroupedLinear``, a linear layer for each expert in one matmul."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GroupedLinear(Linear):
     It does not communicate.
 
     Args:
-        num_gemms: number of layers.
-        in_features, out_features: sizes of each layer, over all tensor-parallel ranks.
-        options: options of ``Linear``; ``return_bias`` returns all biases.
+        num_gemms: the number of layers.
+        in_features, out_features: the sizes of each layer, over all tensor-parallel ranks.
+        options: the options of ``Linear``; with ``return_bias``, all biases are returned.
     """
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
@@ -32,10 +32,12 @@ class GroupedLinear(Linear):
     def forward(  # type: ignore[override]  # as TransformerEngine's: a layer of several is told their rows
         self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Map ``[t, i]``, the rows of each layer together, to ``[t, o]``; may also return the biases.
+        """Map ``[t, i]``, in which the rows of each layer are adjacent, to ``[t, o]``.
+
+        The biases may be returned too.
 
         Args:
-            m_splits: number of rows of each layer.
+            m_splits: the number of rows of each layer.
         """
         rows, biases = inp.reshape(-1, self.in_features), self._each("bias")
         output = grouped_linear(

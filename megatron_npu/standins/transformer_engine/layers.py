@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch``: the linear layers, alone and with a preceding norm."""
+"""Linear layers of ``transformer_engine.pytorch``, with and without a preceding norm."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Initializer = Callable[[Tensor], Any]
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Common base of the layers: the tensor-parallel group, parameters and their initialization.
+    """Common base class of the layers: the tensor-parallel group, parameters and their initialization.
 
     Args:
         tp_group, tp_size: the ranks that share the weights; the size is used only without a group, which may
             be set later.
         sequence_parallel: whether each rank has its part of the sequence outside the layer.
-        get_rng_state_tracker: returns the tracker whose states initialize weights; None: torch's own state.
-        rng_tracker_name: name of the state; None: that of the model-parallel ranks.
-        params_dtype: dtype of the parameters; None: torch's default.
-        device: device of the parameters; ``meta`` leaves them empty until ``reset_parameters``.
+        get_rng_state_tracker: returns the tracker whose states initialize weights. If None, torch's own state
+            is used.
+        rng_tracker_name: the name of the state. If None, the state of the model-parallel ranks is used.
+        params_dtype: the dtype of the parameters. If None, torch's default.
+        device: the device of the parameters; ``meta`` leaves them empty until ``reset_parameters``.
         fuse_wgrad_accumulation: whether to accumulate weight gradients into ``main_grad``.
-        delay_wgrad_compute, symmetric_ar_type: rejected.
+        delay_wgrad_compute, symmetric_ar_type: not supported.
         others: names of communication buffers, which these layers do not have.
 
     Raises:
@@ -71,14 +72,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group = tp_group
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Do nothing: there is no fp8."""
+        """Do nothing, because fp8 is not supported."""
 
     def get_extra_state(self) -> Tensor:
         """Return an empty byte tensor, as TransformerEngine 2 does for a layer without fp8."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore the state: fp8 scales have no meaning for weights that are loaded in full precision."""
+        """Ignore the state: fp8 scales have no meaning for weights loaded in full precision."""
         if state is not None and getattr(state, "numel", lambda: 1)():
             _logger.info("%s: the fp8 state in the checkpoint is not used", type(self).__name__)
 
@@ -93,7 +94,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Register a parameter and return it, so that the caller can mark it.
 
         Args:
-            random: whether it is initialized from the tracker's state.
+            random: whether the parameter is initialized from the tracker's state.
         """
         parameter = Parameter(torch.empty(*sizes, dtype=self.params_dtype, device=self.device))
         self.register_parameter(name, parameter)
@@ -111,16 +112,16 @@ def _refuse_others(others: dict[str, Any]) -> None:
     for name in ("delay_wgrad_compute", "symmetric_ar_type"):
         if others.pop(name, None):
             raise UsageError(
-                f"{name} without TransformerEngine",
-                "layers that compute weight gradients immediately, and the group's own reduction",
-                f"Remove --{name.replace('_', '-')}.",
+                f"{name} requires TransformerEngine, which is not installed; the layers provided here "
+                "compute weight gradients immediately and use the group's own reduction. Remove "
+                f"--{name.replace('_', '-')}."
             )
     overlapped = [name for name, value in others.items() if name.startswith("ub_") and value]
     if overlapped:
         raise UsageError(
-            f"{overlapped[0]} without TransformerEngine",
-            "communication that is not overlapped with matmuls",
-            "Remove --tp-comm-overlap, whose buffers belong to TransformerEngine.",
+            f"{overlapped[0]} requires TransformerEngine, which is not installed; the layers provided here "
+            "do not overlap communication with matmuls. Remove --tp-comm-overlap, whose buffers belong to "
+            "TransformerEngine."
         )
 
 
@@ -133,15 +134,16 @@ def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], p
 
 
 class Linear(TransformerEngineBaseModule):
-    """A layer ``input @ weight.T + bias``, with the communication of its parallel mode.
+    """A layer that computes ``input @ weight.T + bias``, with the communication of its parallel mode.
 
     Args:
-        in_features, out_features: sizes over all tensor-parallel ranks.
+        in_features, out_features: the sizes over all tensor-parallel ranks.
         bias: whether to create a bias.
         init_method: initializes the weight.
         return_bias: whether to return the bias instead of adding it.
-        parallel_mode: ``column``: the output is split over ranks; ``row``: the input is; None: neither.
-        options: options of ``TransformerEngineBaseModule``.
+        parallel_mode: ``column`` splits the output over ranks, ``row`` splits the input, and None splits
+            neither.
+        options: the options of ``TransformerEngineBaseModule``.
     """
 
     weight: Parameter
@@ -170,17 +172,17 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
-        """Register the parameters that precede the weight: none here."""
+        """Register the parameters that precede the weight; this class has none."""
 
     def _add_weights(self, fill: Initializer) -> None:
-        """Register all weights and biases: one of each."""
+        """Register all weights and biases; this class has one of each."""
         self.add_weights("", fill)
 
     def add_weights(self, number: str, fill: Initializer) -> None:
-        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, marked with how ranks share them.
+        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, with attributes that say how ranks share them.
 
         Args:
-            number: suffix of the names, in a layer with several weights.
+            number: the suffix of the names, in a layer with several weights.
         """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
@@ -197,20 +199,20 @@ class Linear(TransformerEngineBaseModule):
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def take_bias(self) -> None:
-        """From now on add the bias instead of returning it, and return None, if the matmul can add it.
+        """From now on, add the bias instead of returning it, and return None, if the matmul can add it.
 
-        A row-parallel layer over several ranks does not: its bias is added after the sum.
+        A row-parallel layer over several ranks does not do this, because its bias is added after the sum.
         """
         self._takes_bias = self.parallel_mode != "row" or self.tp_size == 1
 
     @property
     def adds_bias(self) -> bool:
-        """Whether the output includes the bias; the matmul with an untrained weight does not add one."""
+        """True if the output includes the bias; the matmul does not add one if the weight is not trained."""
         taken = self.use_bias and self._takes_bias and self.weight.requires_grad
         return self.apply_bias or taken
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires; may also return the bias."""
+        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires; the bias may be returned too."""
         output = self._linear(inp)
         return (output, self._left()) if self.return_bias else output
 
@@ -235,15 +237,17 @@ def normal_weights(weight: Tensor) -> None:
 
 
 class LayerNormLinear(Linear):
-    """A norm and a linear layer; parameters ``layer_norm_weight``, ``layer_norm_bias``, ``weight``, ``bias``.
+    """A norm and a linear layer.
+
+    The parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``weight`` and ``bias``.
 
     Args:
         eps: added to the variance.
         normalization: ``LayerNorm`` or ``RMSNorm``, which has no bias.
         zero_centered_gamma: whether the norm's factor is its weight + 1.
         return_layernorm_output: whether to return the norm's output too; the attribute
-            ``return_layernorm_output_gathered`` requests it for the whole sequence.
-        options: options of ``Linear``.
+            ``return_layernorm_output_gathered`` requests the output for the whole sequence.
+        options: the options of ``Linear``.
 
     Raises:
         UsageError: the normalization is not supported.
@@ -266,9 +270,8 @@ class LayerNormLinear(Linear):
     ) -> None:
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise UsageError(
-                f"normalization {normalization}",
-                "LayerNorm or RMSNorm",
-                "Pass --normalization LayerNorm or RMSNorm.",
+                f"normalization must be LayerNorm or RMSNorm, but got {normalization}. Pass --normalization "
+                "LayerNorm or RMSNorm."
             )
         self._norm = (eps, normalization, zero_centered_gamma)
         super().__init__(in_features, out_features, **options)
@@ -288,7 +291,7 @@ class LayerNormLinear(Linear):
         bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Same as ``Linear``; with ``return_layernorm_output`` append the norm's ``[s, b, i]``."""
+        """Do the same as ``Linear``, and append the norm's ``[s, b, i]`` if ``return_layernorm_output``."""
         handed_on = residual_norm.result_of(self, inp)
         normed = self._normalise(inp) if handed_on is None else handed_on
         results: list[Any] = [self._linear(normed)]
@@ -305,7 +308,7 @@ class LayerNormLinear(Linear):
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """A norm and two linear layers in one: peft 0.20 compares layers with this class; it has no instances.
+    """A norm and two linear layers in one. It has no instances; peft 0.20 compares layers with this class.
 
     Raises:
         UsageError: it is instantiated.
@@ -313,7 +316,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise UsageError(
-            "transformer_engine.pytorch.LayerNormMLP is used, but TransformerEngine is not installed",
-            "megatron-core's MLP, built from the layers provided here",
-            "Use megatron.core.transformer.mlp.MLP.",
+            "transformer_engine.pytorch.LayerNormMLP cannot be used, because TransformerEngine is not "
+            "installed. Use megatron-core's MLP, megatron.core.transformer.mlp.MLP, which is built from the "
+            "layers provided here."
         )

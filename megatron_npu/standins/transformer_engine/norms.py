@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch``: the norms."""
+"""The norms of ``transformer_engine.pytorch``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RMSNorm(torch.nn.Module):
     """RMS norm with a ``weight``, computed by our operation.
 
     Args:
-        normalized_shape: size of the last dimension.
+        normalized_shape: the size of the last dimension.
         eps: added to the mean square.
         sequence_parallel: whether the weight's gradient is summed over the tensor-parallel ranks.
         zero_centered_gamma: whether the factor is the weight + 1.
-        params_dtype: dtype of the parameters; None: torch's default.
-        device: device of the parameters.
+        params_dtype: the dtype of the parameters. If None, torch's default.
+        device: the device of the parameters.
         hidden_size: another name for ``normalized_shape``, used by megatron-core before 0.17.
         dtype: another name for ``params_dtype``, which TransformerEngine has had since 2.0.
     """
@@ -67,7 +67,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """Layer norm with a ``weight`` and a ``bias``; arguments as in ``RMSNorm``."""
+    """Layer norm with a ``weight`` and a ``bias``; the arguments are those of ``RMSNorm``."""
 
     has_bias = True
 

@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.ops``: activations as modules; chains of fused layers are rejected."""
+"""Stub for ``transformer_engine.pytorch.ops``: activations as modules; fused chains are rejected."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class FusibleOperation(torch.nn.Module):
 
 
 class _Activation(FusibleOperation):
-    """An activation without parameters: ``[..., h]``, or ``[..., 2h]`` if gated, to ``[..., h]``."""
+    """An activation without parameters: maps ``[..., h]``, or ``[..., 2h]`` if gated, to ``[..., h]``."""
 
     function: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the class's function."""
+        """Apply the function of this class."""
         return type(self).function(input)
 
 
 class GELU(_Activation):
-    """gelu, tanh form."""
+    """GELU in its tanh form."""
 
     function = staticmethod(activation.bias_gelu)
 
 
 class GEGLU(_Activation):
-    """``gelu(a) * b``, tanh form."""
+    """``gelu(a) * b``, with GELU in its tanh form."""
 
     function = staticmethod(activation.geglu)
 
@@ -81,7 +81,7 @@ class Sequential(FusibleOperation):
 
 def _refuse() -> NoReturn:
     raise UsageError(
-        "use_te_op_fuser without TransformerEngine",
-        "an MLP built from the layers provided here, whose norm, matmul and activation are already fused",
-        "Remove use_te_op_fuser (--use-transformer-engine-op-fuser).",
+        "use_te_op_fuser requires TransformerEngine, which is not installed; the MLP that is built from the "
+        "layers provided here already has a fused norm, matmul and activation. Remove use_te_op_fuser "
+        "(--use-transformer-engine-op-fuser)."
     )

@@ -1,4 +1,4 @@
-"""A linear layer's matmul with the communication of its tensor-parallel mode: megatron-core's functions."""
+"""The matmul of a linear layer with the communication of its mode, based on megatron-core's functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def column(
     """Multiply ``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``) by a weight ``[o / tp, i]``.
 
     Args:
-        bias: ``[o / tp]``, added; or None.
-        group, size: the tensor-parallel ranks.
+        bias: ``[o / tp]``, which is added, or None.
+        group, size: the tensor-parallel ranks and their number.
         sequence: whether each rank has its part of the sequence.
         fused: whether to accumulate the weight's gradient into its ``main_grad``.
 
@@ -32,9 +32,8 @@ def row(
 ) -> Tensor:
     """Multiply ``[s, b, i / tp]`` by a weight ``[o, i / tp]``; return ``[s, b, o]``.
 
-    With ``sequence`` the result is ``[s / tp, b, o]``.
-
-    Args: as in ``column``; the bias ``[o]`` is added to the sum over the ranks.
+    With ``sequence``, the result is ``[s / tp, b, o]``. The arguments are those of ``column``, but the bias
+    ``[o]`` is added to the sum over the ranks.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -48,7 +47,7 @@ def row(
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
-    """Gather ``[s / tp, b, h]`` of each rank to ``[s, b, h]``."""
+    """Gather ``[s / tp, b, h]`` from each rank into ``[s, b, h]``."""
     from megatron.core.tensor_parallel import mappings
 
     return mappings.gather_from_sequence_parallel_region(part, True, group=group)
@@ -82,7 +81,7 @@ def _product(
 
 
 def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return the options that the function accepts: functions of 0.12 know only one tensor-parallel group."""
+    """Return the options that the function accepts; functions of 0.12 know only one tensor-parallel group."""
     return {name: value for name, value in options.items() if name in _parameters(function)}
 
 

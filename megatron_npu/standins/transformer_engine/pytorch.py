@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch``: the names that megatron-core imports from it."""
+"""Stub for ``transformer_engine.pytorch`` with the names that megatron-core imports from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``transformer_engine.common.recipe``: fp8 and fp4 recipes, all of which are rejected."""
+"""Stub for ``transformer_engine.common.recipe``: fp8 and fp4 recipes, all of which are rejected."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:
-    """Report why this precision is not supported.
+    """Report that this precision is not supported, with the reason.
 
     Raises:
         UsageError: always.
     """
     raise UsageError(
-        f"{asked} with the layers that megatron_npu provides under TransformerEngine's names",
-        "fp32, bf16 or fp16",
-        "Train in bf16; fp8 and fp4 need the kernels of the package transformer-engine, which requires CUDA.",
+        f"{asked} is not supported by the layers that megatron_npu provides under TransformerEngine's "
+        "names; they support fp32, bf16 and fp16. Train in bf16; fp8 and fp4 require the kernels of the "
+        "package transformer-engine, which requires CUDA."
     )
 
 
@@ -41,20 +41,20 @@ class Recipe:
 
 
 class DelayedScaling(Recipe):
-    """fp8 with scales from earlier steps."""
+    """A recipe for fp8 with scales from earlier steps."""
 
 
 class Float8CurrentScaling(Recipe):
-    """fp8 with one scale per tensor."""
+    """A recipe for fp8 with one scale per tensor."""
 
 
 class Float8BlockScaling(Recipe):
-    """fp8 with one scale per block."""
+    """A recipe for fp8 with one scale per block."""
 
 
 class MXFP8BlockScaling(Recipe):
-    """fp8 in the format of the Open Compute Project."""
+    """A recipe for fp8 in the format of the Open Compute Project."""
 
 
 class NVFP4BlockScaling(Recipe):
-    """fp4."""
+    """A recipe for fp4."""

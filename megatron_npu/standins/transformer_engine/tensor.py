@@ -1,4 +1,4 @@
-"""``transformer_engine.pytorch.tensor``: classes with which upstream checks parameters."""
+"""Stub for ``transformer_engine.pytorch.tensor``: the classes that upstream uses to check parameters."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_stock_script_says_which_part_in_one_line(version: str, few: Path, t
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
     assert f"--split '969,30,1' leaves no document of the 5 in {few} for validation" in line
-    assert line.endswith("Provide more documents or another split, or --eval-iters 0.")
+    assert line.endswith("Provide more documents or another split, or pass --eval-iters 0.")
     assert "Traceback" not in done.stderr
 
 

@@ -111,7 +111,7 @@ def test_a_forward_that_somebody_has_put_there_is_asked_and_stays(in_one, flags)
     assert vars(layer)["forward"] is forward_of_others
     assert not torch.allclose(losses[0], plain)
     if flags:
-        reason = "the output layer has its own forward"
+        reason = "the output layer has its own forward method"
         assert dispatch.fallbacks["cross-entropy-fusion-impl linear", reason] >= 1
 
 

@@ -22,5 +22,5 @@ def test_batched_sends_are_refused_where_two_chunks_share_both_ways(stages, chun
     if not refused:
         assert schedule(model=model) == chunks
         return
-    with pytest.raises(UsageError, match="batch_p2p_comm=True"):
+    with pytest.raises(UsageError, match="batch_p2p_comm=False"):
         schedule(model=model)

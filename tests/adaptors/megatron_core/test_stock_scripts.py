@@ -94,7 +94,7 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
     refused = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"))
     assert refused.returncode == 2
     assert (
-        f"is damaged: {file.name} has different content than when it was saved"
+        f"is damaged: {file.name} has different content from when it was saved"
         in refused.stderr.splitlines()[-1]
     )
     older = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"), "--load-last-good")

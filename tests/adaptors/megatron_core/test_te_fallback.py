@@ -163,5 +163,11 @@ def test_strict_mode_lets_a_script_import_a_name_that_it_may_not_use(monkeypatch
 
 def test_fp8_is_refused_in_one_line() -> None:
     for name in ("get_gpt_layer_with_transformer_engine_spec", "get_mlp_module_spec"):
-        with pytest.raises(UsageError, match="fp8='hybrid' without TransformerEngine"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                "fp8='hybrid' requires TransformerEngine, because the local layers do not support this "
+                "precision"
+            ),
+        ):
             worker.specified(worker.GPT, name, {"fp8": "hybrid"})

@@ -148,7 +148,9 @@ def test_context_parallel_ranks_share_the_tokens_of_packed_sequences() -> None:
         for r in (0, 1)
     ]
     assert [part.tolist() for part in parts] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
-    with pytest.raises(ValueError, match="there are 16 tokens"):
+    with pytest.raises(
+        ValueError, match="the sequences must end at 16, the number of tokens, but they end at"
+    ):
         transformer_engine_torch.thd_get_partitioned_indices(torch.tensor([0, 8, 12]), 16, 2, 0)
 
 

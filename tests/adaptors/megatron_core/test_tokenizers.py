@@ -57,7 +57,9 @@ def test_without_a_network_the_flag_is_named_that_needs_none(monkeypatch, tmp_pa
         raise OSError("no network\nand more lines")
 
     monkeypatch.setattr(huggingface_tokenizer.AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: .*no network; .* Add --legacy-tokenizer"):
+    with pytest.raises(
+        UsageError, match=r"GPT2BPETokenizer cannot be loaded: .*no network[.] .* Add --legacy-tokenizer"
+    ):
         library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
 
 
@@ -67,11 +69,12 @@ def test_without_transformers_the_package_is_named(monkeypatch, tmp_path) -> Non
     )
     monkeypatch.setattr(tokenizers, "installed", lambda *_: None)
     with pytest.raises(
-        UsageError, match=r"needs transformers, which is not installed; .* pip install transformers"
+        UsageError,
+        match=r"requires the package transformers, which is not installed[.] .* pip install transformers",
     ):
         library.MegatronHFTokenizer("GPT2BPETokenizer", str(tmp_path / "vocab"), str(tmp_path / "merges"))
     with pytest.raises(
-        UsageError, match="the tokenizer somewhere needs transformers, which is not installed"
+        UsageError, match="the tokenizer somewhere requires the package transformers, which is not installed"
     ):
         library.HuggingFaceTokenizer("somewhere")
 
@@ -100,7 +103,7 @@ def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None
     for kind, token in (("BertWordPieceLowerCase", 5), ("BertWordPieceCase", 6)):
         found = read(kind, vocab_file=str(tmp_path / "bert.txt")).tokenizer("Hello")
         assert found.input_ids == [2, token, 3]
-    with pytest.raises(UsageError, match=r"GPT2BPETokenizer: no network.*Pass --vocab-file"):
+    with pytest.raises(UsageError, match=r"GPT2BPETokenizer cannot be loaded: no network.*Pass --vocab-file"):
         read("GPT2BPETokenizer")
     with pytest.raises(UsageError, match=r"--merge-file .*absent: the file does not exist"):
         read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})

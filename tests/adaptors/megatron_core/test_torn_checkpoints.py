@@ -46,7 +46,7 @@ def load(root: Path, *errors: BaseException, step: int | None = None) -> str:
 def test_a_tracker_that_is_none(text: str, saved: Path) -> None:
     assert load(saved.parent) == "read"
     (saved.parent / of_scripts.TRACKER).write_text(text)
-    with pytest.raises(UsageError, match="expected an iteration number, or `release`"):
+    with pytest.raises(UsageError, match="must contain an iteration number or `release`, but it contains"):
         load(saved.parent)
 
 
@@ -78,7 +78,7 @@ def test_a_description_that_is_none(text: str, saved: Path) -> None:
     ],
 )
 def test_a_file_that_was_cut_short(errors: list[Exception], saved: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be read: .*expected files as they were saved") as caught:
+    with pytest.raises(UsageError, match=r"cannot be read: .*Its files must be as they were saved") as caught:
         load(saved.parent, *errors)
     assert "\n" not in str(caught.value)
 

@@ -69,13 +69,13 @@ def test_no_graph_is_captured_without_cuda(asked, monkeypatch) -> None:
 def test_what_needs_transformer_engine_is_refused(asked, line) -> None:
     if "tp_comm_overlap" in asked and here().type == "npu":
         pytest.skip("the case: an NPU has operations for it")
-    with pytest.raises(UsageError, match=f"^{line} without TransformerEngine; expected .*[.] "):
+    with pytest.raises(UsageError, match=f"^{line} is not supported without TransformerEngine[.] .*[.]$"):
         make_config(**asked)
 
 
 def test_what_needs_nccl_is_refused() -> None:
     for field, flag in (("nccl_ub", "--use-nccl-ub"), ("use_sharp", "--use-sharp")):
-        with pytest.raises(UsageError, match=f"^{flag} without CUDA; "):
+        with pytest.raises(UsageError, match=f"^{flag} is not supported without CUDA[.] "):
             unsupported_options.refuse(
                 argparse.Namespace(**{field: True}), unsupported_options.NEED_CUDA, "CUDA"
             )
@@ -111,7 +111,7 @@ def test_the_stock_script_trains_without_graphs_and_twice_alike(tmp_path: Path) 
     assert len(losses(done)) == 2
     assert (losses(again), norms(again)) == (losses(done), norms(done))  # to the digits that it prints
     said = done.stdout + done.stderr
-    assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1 has no effect: without TransformerEngine" in said
+    assert "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=1 has no effect" in said
     for option in ("enable-cuda-graph", "te-rng-tracker"):
         assert f"{option} is ignored: " in done.stdout
     assert "transformer_engine falls back: " in done.stdout
@@ -123,12 +123,12 @@ def test_the_stock_script_trains_without_graphs_and_twice_alike(tmp_path: Path) 
         (
             "0.16.1",
             "--fp8-format hybrid",
-            "--fp8-format hybrid without TransformerEngine",
+            "--fp8-format hybrid is not supported without TransformerEngine",
         ),
-        ("0.12.1", "--tp-comm-overlap", "--tp-comm-overlap without TransformerEngine"),
+        ("0.12.1", "--tp-comm-overlap", "--tp-comm-overlap is not supported without TransformerEngine"),
         ("0.16.1", "--recompute-granularity selective --recompute-modules mla_up_proj", "mla_up_proj in"),
         ("0.16.1", "--cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes must be set when"),
-        ("0.16.1", "--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm without --bf16 with Megatron"),
+        ("0.16.1", "--num-experts 4 --moe-grouped-gemm", "--moe-grouped-gemm without --bf16 requires"),
     ],
 )
 def test_the_stock_script_refuses_in_one_line(version: str, flags: str, said: str, tmp_path: Path) -> None:
@@ -147,18 +147,30 @@ def test_attention_of_other_layers_is_refused_by_name(monkeypatch) -> None:
     args = argparse.Namespace(experimental_attention_variant="dsa", **given)
     with pytest.raises(
         UsageError,
-        match="--experimental-attention-variant dsa without TransformerEngine",
+        match="--experimental-attention-variant dsa requires TransformerEngine, which is not installed",
     ):
         unsupported_options.take_local_implementation(args)
 
 
 def test_what_upstream_refuses_is_still_of_its_kind() -> None:
     """Programs that catch upstream's ValueError go on doing so."""
-    with pytest.raises(ValueError, match=r"^Megatron rejects these options: .*; expected") as caught:
+    with pytest.raises(ValueError, match=r"^Megatron rejects these options: .* Change the options") as caught:
         make_config(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
     assert isinstance(caught.value, UsageError)
     with pytest.raises(AssertionError, match=r"^$"), refused_options.in_one_line():
         raise AssertionError
+
+
+@pytest.mark.parametrize("size", ["total_model_size=4", "encoder_model_size=0 + decoder_model_size=4"])
+def test_too_few_processes_are_answered_with_the_command_that_starts_more(size: str) -> None:
+    said = f"world size (2) is not divisible by total_model_size ({size})"
+    with (
+        pytest.raises(
+            UsageError, match=r"such as `torchrun --nproc-per-node 4 -m megatron_npu run SCRIPT …`"
+        ),
+        refused_options.in_one_line(),
+    ):
+        raise AssertionError(said)
 
 
 def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
@@ -166,7 +178,10 @@ def test_the_dynamic_engine_is_refused_without_flash_attn() -> None:
         pytest.skip("the case: flash-attn is installed")
     from megatron.core.transformer import attention
 
-    with pytest.raises(UsageError, match="dynamic inference engine needs flash-attn"):
+    with pytest.raises(
+        UsageError,
+        match="the dynamic inference engine requires flash-attn, which is not installed and requires CUDA",
+    ):
         attention.is_fa_min_version("2.7.3")
 
 
@@ -175,5 +190,5 @@ def test_mamba_is_refused_without_its_kernels() -> None:
         pytest.skip("the case: mamba-ssm is installed")
     from megatron.core.models.mamba.mamba_model import MambaModel
 
-    with pytest.raises(UsageError, match="Mamba model needs the packages mamba-ssm"):
+    with pytest.raises(UsageError, match="a Mamba model requires the packages mamba-ssm and causal-conv1d"):
         MambaModel(make_config(), None, vocab_size=8, max_sequence_length=8)

@@ -49,10 +49,12 @@ def test_ranks_of_a_sequence_need_the_engine_and_no_pipeline(tmp_path):
     given = {**whole, "ds_sequence_parallel_size": 2}
     unsupported_options.refuse(arguments(**given))
     for name in ("deepspeed", "no_pipeline_parallel"):
-        with pytest.raises(UsageError, match="without --deepspeed --no-pipeline-parallel"):
+        with pytest.raises(UsageError, match="requires both --deepspeed and --no-pipeline-parallel"):
             unsupported_options.refuse(arguments(**given | {name: False}))
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        with pytest.raises(UsageError, match="-parallel-size 2 with --tensor-model-parallel-size"):
+        with pytest.raises(
+            UsageError, match="-parallel-size 2 cannot be combined with --tensor-model-parallel-size"
+        ):
             unsupported_options.refuse(arguments(**given | {name: 2}))
     with pytest.raises(UsageError, match=r"averages the gradients.*reduce_scatter"):
         unsupported_options.refuse(arguments(**given | {"zero_stage": 3}))

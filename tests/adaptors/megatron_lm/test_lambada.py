@@ -190,5 +190,5 @@ def test_a_checkpoint_that_is_not_there_is_not_evaluated(checkout, data, tmp_pat
     command = [*stock_lm.flags(data), *task.split(), "--tokenizer-type", "GPT2BPETokenizer"]
     done = stock_lm.run(checkout / "tasks" / "main.py", command)
     assert done.returncode == 2
-    assert f"error: --load {tmp_path / load} contains no checkpoint" in done.stderr
+    assert f"wrote with --save, but {tmp_path / load} contains no checkpoint" in done.stderr
     assert "Traceback" not in done.stderr

@@ -145,7 +145,7 @@ def test_resume_to_the_bit(checkout, data, tmp_path):
     loading = [*stock_lm.flags(data), *f"{common} --load {parts}".split()]
     refused = stock_lm.run(checkout / "pretrain_gpt.py", loading)
     assert refused.returncode == 2
-    assert f"{spoilt.name} has different content than when it was saved" in refused.stderr.splitlines()[-1]
+    assert f"{spoilt.name} has different content from when it was saved" in refused.stderr.splitlines()[-1]
     train(checkout, data, common, f"--save {parts} --load {parts} --load-last-good", processes=2)
     assert checksums.damaged(damaged) == []  # it was written over
     files = [path.relative_to(whole) for path in whole.glob("iter_0000008/*/*.pt")]

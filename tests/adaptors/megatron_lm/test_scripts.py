@@ -211,7 +211,7 @@ def test_bad_options(script, name, options, said):
             "no file /nowhere.json; run `bash tests/dataset_preprocess_gpt.sh`",
         ),
         ({"NPUS_PER_NODE": "two"}, "NPUS_PER_NODE=two is not a number of processes"),
-        ({"MEGATRON_NPU_DEVICE": "tpu"}, "MEGATRON_NPU_DEVICE=tpu; expected auto"),
+        ({"MEGATRON_NPU_DEVICE": "tpu"}, "MEGATRON_NPU_DEVICE must be auto"),
         ({"PRESET": "huge"}, "PRESET=huge; expected full, small or tiny"),
         ({"TP": "two"}, "TP=two, PP=1; expected numbers"),
         ({"NPUS_PER_NODE": "3", "TP": "2"}, "TP=2 x PP=1 in 3 processes; expected a divisor of 3"),

@@ -1,4 +1,4 @@
-"""Interpreters for what tests start: forked from a parent that has imported torch, and Megatron, already.
+"""Start the interpreters of tests as forks of a parent that has already imported torch, and Megatron.
 
 Importing torch takes one and a half seconds of a core, Megatron's training five, and the suite starts many
 hundred processes. ``ready(command, env)`` makes a command line and an environment for a process, and those
@@ -6,9 +6,9 @@ that it starts with ``torchrun`` or ``multiprocessing``, that is forked by such 
 behaves as ``python`` does, but for the imports that are there already.
 
 It is not for tests of what happens at a start or an import: they use ``sys.executable``. On simulated NPUs
-(``simulated``) only torch is imported before, or, where modules are named, torch_npu and they.
-All processes of a run of the suite share the parents (``parents.py``).
-``TEST_COLD=1`` lets every process of the suite start from nothing.
+(``simulated``) only torch is imported before, or, where modules are named, torch_npu and they. All processes
+of a run of the suite share the parents (``parents.py``). ``TEST_COLD=1`` lets every process of the suite
+start from nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ready(
     """Return ``command`` and ``env`` with an interpreter that has imported ``TORCH`` and ``modules``.
 
     Args:
-        command: starts with ``sys.executable``; anything else is returned as it is.
+        command: a command that starts with ``sys.executable``; any other command is returned unchanged.
         env: of the process. Where it sets up the plug-in in an uncommon way, ``modules`` are not imported
             before; where the plug-in must not be there, nothing is.
         modules: ``DRIVER``, ``STOCK`` or others.
@@ -111,8 +111,8 @@ def plain(
     """Do what ``ready`` does where the plug-in must not be: no parent of these has it.
 
     Args:
-        command: starts with ``sys.executable``.
-        env: of the process.
+        command: a command that starts with ``sys.executable``.
+        env: the environment of the process.
         modules: imported before; Megatron's would be those of one tree.
     """
     off = {"MEGATRON_NPU_AUTOLOAD": "0"}
@@ -172,7 +172,7 @@ def for_scripts(
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
-    """Let what multiprocessing spawns from this process be forked by a parent that has imported torch."""
+    """Make processes that multiprocessing spawns from this one forks of a parent that has imported torch."""
     before = multiprocessing.spawn.get_executable()
     [program], _ = ready([sys.executable], os.environ)
     multiprocessing.set_executable(program)

@@ -29,7 +29,7 @@ def _is_open(file: int) -> bool:
 
 
 def pass_on(parent: _socket.socket, number: int) -> None:
-    """Send the number of a signal to the parent, which may have closed: the fork has ended."""
+    """Send a signal's number to the parent, which may have closed the connection if the fork has ended."""
     try:  # noqa: SIM105  (contextlib is one of the others)
         parent.send(bytes([number]))
     except OSError:
@@ -37,7 +37,7 @@ def pass_on(parent: _socket.socket, number: int) -> None:
 
 
 def main() -> None:
-    """Ask, wait, and end in the same way."""
+    """Request a fork, wait for it, and end in the same way as the fork."""
     umask = os.umask(0)
     os.umask(umask)
     files = [int(name) for name in os.listdir("/proc/self/fd")]

@@ -1,4 +1,4 @@
-"""The warm parents of one run of the suite: all its processes, xdist's workers among them, share them.
+"""The warm parents of one run of the suite, which all of its processes (and xdist's workers) share.
 
 They are kept in one folder, which the first process makes and names in the environment: one subfolder for
 each parent, by what it has imported in which environment. All end with the process that made the folder.
@@ -75,12 +75,12 @@ def program(
 
 
 def numbers() -> list[int]:
-    """Return the process numbers of the parents that are alive: the parents of all forks."""
+    """Return the process ids of the parents that are alive; these are the parents of all forks."""
     return [int((folder / "number").read_text()) for folder in _folders() if _answers(folder)]
 
 
 def _folders() -> list[Path]:
-    """Return the folders of parents that have started, first the one that was last used longest ago."""
+    """Return the folders of parents that have started, the least recently used one first."""
     found = []
     for path in home().glob("*/number"):
         with contextlib.suppress(FileNotFoundError):  # another process has ended it
@@ -90,7 +90,7 @@ def _folders() -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder; where another process does, wait for it or raise BlockingIOError."""
+    """Hold the lock of a folder; if another process holds it, wait for it or raise BlockingIOError."""
     with folder.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -110,7 +110,7 @@ def _is_idle(folder: Path) -> bool:
 
 
 def _make_room() -> None:
-    """End a parent that has been idle if there are as many as there may be."""
+    """End an idle parent if the maximum number of parents is reached."""
     folders = [folder for folder in _folders() if not (folder / _FOR_EVER).exists()]
     for folder in folders[: max(0, len(folders) + 1 - MOST)]:
         # another process asks for it, or has ended it
@@ -120,7 +120,7 @@ def _make_room() -> None:
 
 
 def end(folder: Path) -> bool:
-    """End a parent, unless a fork runs for a client; return whether it has ended."""
+    """End a parent unless a fork is running for a client; return True if it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(int((folder / "number").read_text()), signal.SIGTERM)
     for _ in range(50):
@@ -161,7 +161,7 @@ def _start(folder: Path, imports: Sequence[str], env: Mapping[str, str], python:
 
 
 def _end_all(folder: Path, owner: int) -> None:
-    """Kill all parents; what they have forked for clients that are alive goes on."""
+    """Kill all parents; forks for clients that are alive continue to run."""
     if os.getpid() != owner:  # the end of a fork
         return
     for path in folder.glob("*/number"):

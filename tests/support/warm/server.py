@@ -49,7 +49,7 @@ _BASE = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in _given
 
 
 def main() -> None:
-    """Serve until the end of the owner; in a fork, return when its program has ended."""
+    """Serve until the owner ends; in a fork, return when the fork's program has ended."""
     address, owner, *modules = sys.argv[1:]
     ending = Ending()  # before the imports: what registers first is called last
     for name in modules:
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module; one whose name ends with ``?`` only if there is such a file."""
+    """Import a module; if its name ends with ``?``, import it only if its file exists."""
     module = name.removesuffix("?")
     if module == name or _is_there(module):
         importlib.import_module(module)
@@ -144,7 +144,7 @@ class Parent:
         self._asked_to_end = True
 
     def _fork(self, client: socket.socket) -> dict[str, Any] | None:
-        """Fork for a client; return its request in the fork, None in the parent."""
+        """Fork for a client; return the client's request in the fork, and None in the parent."""
         files: list[int] = []
         text = None
         with contextlib.suppress(ConnectionResetError):
@@ -169,7 +169,7 @@ class Parent:
         return request
 
     def _leave(self, client: socket.socket) -> None:
-        """Close in the fork what is the parent's."""
+        """In the fork, close the files that belong to the parent."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -207,7 +207,7 @@ class Parent:
 
 
 def _renumber(files: list[int], numbers: list[int]) -> None:
-    """Give each file the number that it has in the client."""
+    """Give each file the descriptor number that it has in the client."""
     # out of the way first: one's number may be another's wish
     aside = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
     for file in files:
@@ -366,12 +366,12 @@ class Ending:
         self._last = name
 
     def leave(self) -> None:
-        """End as any interpreter does."""
+        """End in the same way as any interpreter."""
         atexit.unregister(self._keep_the_libraries)
 
     @contextlib.contextmanager
     def status_known(self) -> Iterator[None]:
-        """Remember with which status the interpreter will end."""
+        """Record the exit status with which the interpreter will end."""
         try:
             yield
         except SystemExit as end:

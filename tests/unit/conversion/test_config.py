@@ -133,7 +133,7 @@ QWEN2_MOE = {
 def test_one_expert_whose_score_is_always_one_is_refused():
     one = {"num_experts_per_tok": 1}
     for values in ({**MIXTRAL, **one}, {**QWEN2_MOE, **one, "norm_topk_prob": True}):
-        with pytest.raises(UsageError, match="num_experts_per_tok 1, which cannot be converted; expected 2"):
+        with pytest.raises(UsageError, match="num_experts_per_tok must be at least 2"):
             flags(values)
     assert "--moe-router-topk 1 " in flags({**QWEN2_MOE, **one, "norm_topk_prob": False})
 
@@ -197,7 +197,7 @@ def test_windows_that_are_off_mean_nothing(values):
         (GPT2, {"n_head": None}, "n_head"),
         (GPT2, {"sliding_window": 16, "mystery": 1}, "mystery 1, sliding_window 16"),
         (GPT2, {"quantization_config": {"bits": 4}}, "quantization_config"),
-        (GPT2, {"model_type": "opt"}, 'model_type "opt"'),
+        (GPT2, {"model_type": "opt"}, 'it is "opt", which cannot be converted'),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA, {"mlp_bias": True}, "attention_bias"),
         (LLAMA, {"rope_theta": 10000.5}, "rope_theta"),
@@ -310,7 +310,7 @@ def test_a_key_that_is_harmless_with_one_value_is_refused_with_another(key, valu
     ids=["base", "factor"],
 )
 def test_rotary_keys_of_old_and_new_transformers_must_agree(rope):
-    with pytest.raises(UsageError, match="the same value in every place that sets it"):
+    with pytest.raises(UsageError, match="the same in every place that sets it"):
         flags(LLAMA, **rope)
     same = {"rope_theta": 5e5, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": LLAMA3}
     assert "--rotary-base 500000" in flags(LLAMA, **same)

@@ -30,7 +30,9 @@ def test_without_lm_eval_the_command_says_so(monkeypatch, capsys):
     monkeypatch.setattr(harness, "is_installed", lambda name: False)
     assert cli.main(["evaluate", "--model", "hf"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("megatron-npu evaluate: error: lm-eval is not installed")
+    assert told.startswith(
+        "megatron-npu evaluate: error: lm-eval 0.4.13 or later is required, but it is not installed"
+    )
     assert told.count("\n") == 1
 
 

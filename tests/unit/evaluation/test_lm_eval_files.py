@@ -54,7 +54,7 @@ def test_a_place_that_takes_no_results_is_refused_first(kind, lm_eval, tmp_path,
         place.symlink_to(tmp_path / "gone")
     lm_eval(lambda: pytest.fail("it has begun"))
     assert evaluate(place) == 2
-    assert f"--output_path {place}: " in capsys.readouterr().err
+    assert f"--output_path {place} must be a writable folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, '{"results": {"mi', '{"results": {}}'], ids=str)

@@ -40,9 +40,9 @@ def test_layouts_that_the_devices_are_too_few_for_are_not_run():
     outcome = beforehand(line, 2)
     assert (outcome.kind, outcome.reason) == (
         NA,
-        "4 x 1 needs 4 devices, or a multiple of that; there are 2",
+        "4 x 1 requires a number of devices that is a multiple of 4, but there are 2",
     )
-    assert "16 devices" in beforehand("--suite 3d --devices 4", 6).reason
+    assert "multiple of 16" in beforehand("--suite 3d --devices 4", 6).reason
     assert "3 heads" in beforehand("--suite 3d --devices 2 --model 2x96x3", 1).reason
     assert "3 layers" in beforehand("--suite 3d --devices 2 --model 3x64", 3).reason
 
@@ -58,7 +58,7 @@ def test_what_cannot_fit_is_not_started():
     """80 layers of 8192 need 1.2 TB a rank; 16 bytes for each of 1.3 billion parameters are no 4 GB."""
     outcome = beforehand("--suite sharding --devices 2 --model 80x8192", 1)
     assert outcome.kind == OOM
-    assert outcome.reason.startswith("not started: a rank needs ")
+    assert outcome.reason.startswith("not started, because a rank needs an estimated")
     line = "--suite sharding --model gpt-1.3b --memory-limit 8G"
     assert beforehand(line, 1, CUDA).kind == OOM
     assert beforehand(line, 5, CUDA) is None  # shared out over four: 5.3 GB, and its activations
@@ -72,18 +72,18 @@ def test_a_cpus_ranks_share_what_is_there():
 @pytest.mark.parametrize(
     ("line", "machine", "told"),
     [
-        ("--suite 4d", CPU, "mixed-precision or sharding or 3d or graph"),
+        ("--suite 4d", CPU, "mixed-precision, sharding, 3d or graph"),
         ("--suite 3d --model bert-base", CPU, "gpt-tiny, gpt-124m, gpt-1.3b, or LAYERSxHIDDEN"),
-        ("--suite 3d --devices 9", CUDA, "at most the 8"),
+        ("--suite 3d --devices 9", CUDA, "must be at most 8"),
         ("--suite 3d --devices 4 --global-batch-size 6", CPU, "a multiple of 4"),
         ("--suite 3d --memory-limit much", CPU, "bytes"),
         ("--suite 3d --json /nowhere/table.json", CPU, "the folder /nowhere does not exist"),
         ("--suite 3d --json /proc/table.json", CPU, "/proc is not writable"),
-        ("--suite 3d --plot /proc", CPU, "/proc is a folder; expected a file"),
+        ("--suite 3d --plot /proc", CPU, "/proc must be a file that can be written, but it is a folder"),
         (
             "--suite 3d --json same --markdown same",
             CPU,
-            "the same file for two of --json, --markdown and --plot",
+            "--json, --markdown and --plot must be different files, but two of them are",
         ),
     ],
 )

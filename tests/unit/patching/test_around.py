@@ -135,5 +135,7 @@ def test_an_early_one_fails_late(upstream: UpstreamTree) -> None:
 def test_a_class_is_refused_with_the_remedy(upstream: UpstreamTree) -> None:
     upstream.registry.around(T + "Core", why="w")(mark)
     upstream.engine()
-    with pytest.raises(PatchError, match="Core is a class: use wrap instead of around"):
+    with pytest.raises(
+        PatchError, match="Core is a class, to which around cannot be applied: use wrap instead"
+    ):
         upstream.load("model")

@@ -174,7 +174,7 @@ def test_the_ledger_of_a_drifted_tree_shows_what_failed_first(
     assert lines[1] == f"failed   replace  {failed}"
     assert sum(line.startswith("failed ") for line in lines) == 1
     assert f"1 failed ({failed})" in lines[-1]
-    assert f"not imported: {failed} drifted, see the failed patches" in " ".join(" ".join(lines).split())
+    assert f"not imported: {failed} drifted; see the failed patches" in " ".join(" ".join(lines).split())
     assert len(lines) < len(patch_commands.verdicts(found))  # those that were not reached are told together
 
 
@@ -233,7 +233,7 @@ def test_an_unknown_action_of_patches_is_one_line(capsys: pytest.CaptureFixture)
     assert cli.main(["patches", "lst"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "'lst'; expected list or check or pin" in error
+    assert "must be list, check or pin, but got 'lst'" in error
 
 
 def test_the_variable_names_the_megatron_where_no_flag_does(
@@ -269,14 +269,14 @@ def test_the_variable_that_names_no_folder_is_told(
 ) -> None:
     monkeypatch.setenv("MEGATRON_LM_PATH", "/no/such/place")
     assert cli.main([command]) == 2
-    assert "no folder /no/such/place (MEGATRON_LM_PATH)" in capsys.readouterr().err
+    assert "the folder /no/such/place (MEGATRON_LM_PATH) does not exist" in capsys.readouterr().err
 
 
 def test_an_upstream_that_there_is_not_is_told_those_there_are(
     found: megatrons.Upstream, capsys: pytest.CaptureFixture
 ) -> None:
     assert cli.main(["check", "--upstream", "rendezvous"]) == 2
-    assert "megatron_core or megatron_lm" in capsys.readouterr().err
+    assert "megatron_core, megatron_lm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

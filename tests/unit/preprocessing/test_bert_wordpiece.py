@@ -104,7 +104,7 @@ def test_text_of_ids(vocab_file: Path) -> None:
 
 def test_unfit_vocabularies_are_named(tmp_path: Path) -> None:
     file = tmp_path / "vocab.txt"
-    with pytest.raises(UsageError, match=r"--vocab-file .*vocab\.txt: No such file"):
+    with pytest.raises(UsageError, match=r"--vocab-file .*vocab\.txt cannot be read: No such file"):
         BertWordPieceTokenizer(file, lower_case=True)
     file.write_text("[PAD]\n[UNK]\nthe\n")
     with pytest.raises(UsageError, match=r"lacks \[CLS\], \[SEP\], \[MASK\]"):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -96,9 +97,18 @@ def test_text_that_is_numbers(workers: str, tmp_path: Path, corpus_file: Write) 
     [
         ("1 two", "--tokenizer-type NullTokenizer --vocab-size 99", "numbers from 0 to 99"),
         ("1 100", "--tokenizer-type NullTokenizer --vocab-size 99 --workers 2", "numbers from 0 to 99"),
-        ("1", "--tokenizer-type NullTokenizer", "without --vocab-size"),
-        ("1", "--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 10", "up to 9"),
-        ("1", "--vocab-size 9", "--vocab-size with --tokenizer-type GPT2BPETokenizer"),
+        ("1", "--tokenizer-type NullTokenizer", "requires --vocab-size"),
+        (
+            "1",
+            "--tokenizer-type NullTokenizer --vocab-size 9 --null-tokenizer-eod-id 10",
+            "must be at most --vocab-size 9",
+        ),
+        (
+            "1",
+            "--vocab-size 9",
+            "--vocab-size can be used only with --tokenizer-type NullTokenizer, but got "
+            "--tokenizer-type GPT2BPETokenizer",
+        ),
     ],
 )
 def test_numbers_that_are_none(
@@ -185,16 +195,25 @@ def test_what_a_killed_run_has_left_goes_at_the_next_start(corpus_file: Write, p
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    tmp_path: Path, tiny: Vocabulary, corpus_file: Write, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny: Vocabulary,
+    corpus_file: Write,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    partial = files.partial_file(tmp_path / "out_text_document.bin")
-    partial.symlink_to("/dev/full")  # a write of it is one to a full disk
+    create = files.created
+
+    def on_a_full_disk(path: Path, *rest: int) -> BinaryIO:
+        create(path, *rest).close()
+        return open("/dev/full", "wb")  # which the kernel treats as a disk without space
+
+    monkeypatch.setattr(files, "created", on_a_full_disk)
     flags = ["--vocab-file", str(tiny.vocab_file), "--merge-file", str(tiny.merge_file)]
     file = corpus_file([{"text": SAMPLE}] * 4)
     place = ["--output-prefix", str(tmp_path / "out")]
     assert cli.main(["preprocess", "--input", str(file), *place, *flags]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert f"--output-prefix {tmp_path / 'out'}: No space left on device; expected" in line
+    assert f"--output-prefix {tmp_path / 'out'}: No space left on device." in line
     assert not list(tmp_path.glob("out*"))
 
 
@@ -242,9 +261,10 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], tiny: Vocabulary) -> Non
         str(tiny.merge_file),
     ]
     assert cli.main(["preprocess", "--input", "absent.jsonl", *flags]) == 2
-    assert "absent.jsonl: no such file" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "absent.jsonl must be a text file, or a folder of text files, but there is no such file" in told
     assert cli.main(["preprocess", "--input", "absent.jsonl", "--workers", "0", *flags]) == 2
-    assert "--workers 0; expected a positive integer" in capsys.readouterr().err
+    assert "--workers must be a positive integer, but got 0" in capsys.readouterr().err
 
 
 def test_reading_keeps_close_to_encoding(tiny: Vocabulary) -> None:
@@ -272,7 +292,7 @@ def test_a_killed_worker_is_said(tiny: Vocabulary) -> None:
     next(results)
     for child in set(multiprocessing.active_children()) - others:
         child.kill()
-    with pytest.raises(UsageError, match="a worker process was killed"):
+    with pytest.raises(UsageError, match="worker processes was killed"):
         list(results)
 
 
@@ -306,7 +326,7 @@ def test_a_worker_is_killed_while_another_begins(
         files = GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
         recipe = encoder.Recipe(files, ("text",), False, "uint16")
         batches = iter([jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)])
-        with pytest.raises(UsageError, match="a worker process was killed"):
+        with pytest.raises(UsageError, match="worker processes was killed"):
             list(encoder.encode_all(batches, recipe, workers=2))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -61,7 +61,10 @@ def test_documents_are_shown_as_ids_or_text(two: list[str], gpt2_vocab, tmp_path
     assert cli.main(["data", "decode", str(tmp_path / "text_text_document"), *files]) == 0
     assert capsys.readouterr().out.endswith(" tokens\nEin Übermut\n")
     assert cli.main(["data", "decode", two[0], "--document", "3"]) == 2
-    assert "--document 3, but the dataset has 3 documents; expected 0 to 2" in capsys.readouterr().err
+    assert (
+        "--document must be from 0 to 2, because the dataset has 3 documents, but got 3"
+        in capsys.readouterr().err
+    )
 
 
 def test_merged_they_are_what_one_run_would_have_written(
@@ -84,7 +87,7 @@ def test_datasets_of_two_types_are_not_merged(two: list[str], tmp_path: Path) ->
         writer.add(np.array([1], np.int32).tobytes(), np.array([1]), np.array([1]))
         writer.finish()
         indexed_dataset.publish([writer])
-    with pytest.raises(UsageError, match=r"the datasets have different token dtypes: .*int32"):
+    with pytest.raises(UsageError, match=r"the datasets must have the same token dtype .* differ: .*int32"):
         data_command.main(["merge", two[0], str(tmp_path / "wide"), "--output-prefix", str(tmp_path / "x")])
 
 
@@ -98,7 +101,7 @@ def test_bad_rows_are_left_out_and_named(tmp_path: Path, workers: str, capsys) -
     rows = [json.loads(line) for line in (tmp_path / "some.skipped.jsonl").read_text().splitlines()]
     assert [(row["line"], row["begins"]) for row in rows] == [(2, "no JSON"), (3, ""), (4, '{"text": null}')]
     assert rows[1]["why"] == "the line is empty"
-    assert f"3 rows skipped: {tmp_path}/some.skipped.jsonl" in capsys.readouterr().err
+    assert f"skipped 3 malformed rows: {tmp_path}/some.skipped.jsonl" in capsys.readouterr().err
     written(tmp_path, "some", [{"text": "1"}])
     assert not (tmp_path / "some.skipped.jsonl").exists()
 
@@ -125,5 +128,5 @@ def test_a_table_is_an_input(tmp_path: Path, capsys) -> None:
     rows = Rows.opened(str(tmp_path / "rows.csv"), None, "train", ["text"], "--input")
     (batch,) = rows.batches()
     assert [json.loads(line)["text"] for line in batch.text.splitlines()] == ["NA", "null", None]
-    with pytest.raises(UsageError, match=r"--input .*rows.csv: no column 'words'"):
+    with pytest.raises(UsageError, match=r"--input .*rows.csv: there is no column 'words'"):
         list(Rows.opened(str(tmp_path / "rows.csv"), None, "train", ["words"], "--input").batches())

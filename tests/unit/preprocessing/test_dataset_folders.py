@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_card_leads_nowhere_else(read: Read, folder: Path, lines: str) -> None:
     (folder / "README.md").write_text(HEAD.format(lines=lines.format(outside=folder.parent)))
-    with pytest.raises(UsageError, match=r"README\.md names '.*', which is not in that folder"):
+    with pytest.raises(UsageError, match=r"README\.md refers to '.*', which is not in that folder"):
         read(folder)
 
 
@@ -123,7 +123,7 @@ def test_a_saved_set_leads_nowhere_else(read: Read, folder: Path, several: bool)
     up = "../.." if several else ".."
     content["_data_files"][0]["filename"] = f"{up}/other/{mine}"
     state.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"state\.json names '{up}/other/{mine}', which is not"):
+    with pytest.raises(UsageError, match=rf"state\.json refers to '{up}/other/{mine}', which is not"):
         read(saved)
 
 

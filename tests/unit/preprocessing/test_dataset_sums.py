@@ -72,7 +72,7 @@ def test_bytes_in_any_pieces_have_the_sums_of_the_file(
     assert dataset_sums.require(tmp_path / "x", whole=True)
     for at in range(0, size, 50):
         flip(tmp_path / "x.bin", at)
-        with pytest.raises(UsageError, match=rf"at or after byte {at // 100 * 100};"):
+        with pytest.raises(UsageError, match=rf"at or after byte {at // 100 * 100}\."):
             dataset_sums.require(tmp_path / "x")
         flip(tmp_path / "x.bin", at)
 
@@ -86,7 +86,7 @@ def test_of_a_large_file_a_part_is_compared_first(tmp_path: Path, monkeypatch: p
     dataset_sums.write(tmp_path / "x", {"bin": summer.sums(), "idx": dataset_sums.Summer().sums()})
     flip(tmp_path / "x.bin", 10 * 500)
     assert dataset_sums.require(tmp_path / "x")
-    with pytest.raises(UsageError, match="at or after byte 5000;"):
+    with pytest.raises(UsageError, match=r"at or after byte 5000\."):
         dataset_sums.require(tmp_path / "x", whole=True)
     for at in (0, 9_999):  # the ends are among what is compared
         flip(tmp_path / "x.bin", at)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
 
@@ -104,7 +105,7 @@ def test_a_large_dataset_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_missing(tmp_path: Path, end: str) -> None:
     prefix = write(tmp_path / "d")
     prefix.with_suffix(f".{end}").unlink()
-    with pytest.raises(UsageError, match=rf"d\.{end}: no such file"):
+    with pytest.raises(UsageError, match=rf"d\.{end} does not exist"):
         indexed_dataset.validate(prefix)
 
 
@@ -127,7 +128,7 @@ def test_truncated_in_the_header(tmp_path: Path, size: int) -> None:
 def test_too_long(tmp_path: Path) -> None:
     path = write(tmp_path / "d").with_suffix(".bin")
     path.write_bytes(path.read_bytes() + b"\0\0")
-    with pytest.raises(UsageError, match="18 bytes; expected 16"):
+    with pytest.raises(UsageError, match="18 bytes; it must have 16"):
         indexed_dataset.validate(tmp_path / "d")
 
 
@@ -142,8 +143,8 @@ DOCUMENTS_AT = BEGINS_AT + 8 * 3
         (0, b"X", "an indexed dataset"),
         (9, struct.pack("<Q", 2), "version 2"),
         (17, b"\x06", "token type 6"),
-        (18, struct.pack("<Q", 1 << 62), "bytes, for its"),
-        (LENGTHS_AT, struct.pack("<i", -3), "a sequence has the length -3"),
+        (18, struct.pack("<Q", 1 << 62), "bytes for its"),
+        (LENGTHS_AT, struct.pack("<i", -3), "the length of a sequence must be at least 0, but it is -3"),
         (LENGTHS_AT, struct.pack("<i", 4), "sums of the lengths"),
         (BEGINS_AT + 8, struct.pack("<q", 2), "sums of the lengths"),
         (DOCUMENTS_AT, struct.pack("<q", 1), "invalid document boundaries"),
@@ -163,7 +164,7 @@ def test_damaged_index(tmp_path: Path, at: int, value: bytes, message: str) -> N
 def test_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", np.array([0, 1, 2, 3, 4, 500, 6, 7], dtype=np.uint16))
     indexed_dataset.validate(prefix, vocab_size=501)
-    with pytest.raises(UsageError, match="token id 500; expected ids from 0 to 499"):
+    with pytest.raises(UsageError, match="contains the token id 500, but ids must be from 0 to 499"):
         indexed_dataset.validate(prefix, vocab_size=500)
     with pytest.raises(UsageError, match="token id -1"):
         indexed_dataset.validate(write(tmp_path / "n", np.array([0, -1, 2, 3, 4, 5, 6, 7], dtype=np.int32)))
@@ -205,3 +206,17 @@ def test_nothing_remains_when_a_rename_fails(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="disk trouble"):
             indexed_dataset.publish([one, two])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_at_a_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+    """Another user has guessed the process number; the folder is shared."""
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    for end in ("bin", "idx"):
+        files.partial_file(tmp_path / f"text.{end}").symlink_to(target)
+    with indexed_dataset.Writer(str(tmp_path / "text"), np.dtype(np.uint16)) as writer:
+        writer.add(bytes(4), np.array([2]), np.array([1]))
+        writer.finish()
+        indexed_dataset.publish([writer])
+    assert target.read_text() == "precious"
+    assert not (tmp_path / "text.bin").is_symlink()

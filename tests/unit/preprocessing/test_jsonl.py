@@ -53,7 +53,7 @@ def test_truncated_or_not_compressed(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"corpus.jsonl{ending}"
     for content in (COMPRESSIONS[ending](LINES)[:-10], b"plain text"):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"corpus\.jsonl\S+: .*undamaged"):
+        with pytest.raises(UsageError, match=r"corpus\.jsonl\S+ is damaged"):
             list(jsonl.batches(str(path)))
 
 
@@ -94,7 +94,7 @@ def test_keys_and_lists() -> None:
         (b"{}", r"there is no key 'text' \(its keys are none\)"),
         (b'{"text": null}', "'text' holds NoneType"),
         (b'{"text": ["a", 1]}', "'text' holds int"),
-        (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
+        (b'{"text": "\xff"}', "byte 10 is not valid UTF-8"),
         (b'{"text": "\\ud83d"}', "'text' holds the lone surrogate"),
     ],
 )

@@ -78,9 +78,12 @@ def test_what_is_missing_is_said(
     for language in ("german", "../english"):
         with pytest.raises(UsageError, match=rf"--lang {language}: nltk has no sentence.*nltk\.downloader"):
             preprocess(file, flags=["--split-sentences", "--lang", language])
-    with pytest.raises(UsageError, match="--keep-newlines without --split-sentences"):
+    with pytest.raises(UsageError, match="--keep-newlines requires --split-sentences"):
         preprocess(file, flags=["--keep-newlines"])
-    with pytest.raises(UsageError, match="--stride with --split-sentences"):
+    with pytest.raises(
+        UsageError,
+        match="--stride and --split-sentences are mutually exclusive, because windows would split sentences",
+    ):
         preprocess(file, flags=["--split-sentences", "--seq-length", "8", "--stride", "8"])
     monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
     with pytest.raises(UsageError, match=r"the package nltk.*pip install nltk"):

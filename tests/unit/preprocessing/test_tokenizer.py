@@ -109,10 +109,10 @@ def _without(vocabulary: dict[str, int], token: str) -> dict[str, int]:
     ("change", "message"),
     [
         (lambda vocabulary: _without(vocabulary, "<|endoftext|>"), "endoftext"),
-        (lambda vocabulary: _without(vocabulary, "A"), "lacks 'A'"),
+        (lambda vocabulary: _without(vocabulary, "A"), "but 'A' is missing"),
         (lambda vocabulary: vocabulary | {"A": 9999}, "9999"),
-        (lambda vocabulary: list(vocabulary), "an object that maps tokens to ids"),
-        (lambda vocabulary: vocabulary | {"A": "1"}, "an object that maps tokens to ids"),
+        (lambda vocabulary: list(vocabulary), "a JSON object that maps tokens to ids"),
+        (lambda vocabulary: vocabulary | {"A": "1"}, "a JSON object that maps tokens to ids"),
     ],
 )
 def test_unfit_vocabulary(tiny: Vocabulary, tmp_path: Path, change: object, message: str) -> None:

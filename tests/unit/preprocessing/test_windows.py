@@ -56,9 +56,9 @@ def test_windows_of_a_dataset(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--stride", "8"], "--stride without --seq-length"),
-        (["--seq-length", "8"], "--seq-length without --stride"),
-        (["--seq-length", "8", "--stride", "9"], "--stride 9; expected a stride of at most --seq-length 8"),
+        (["--stride", "8"], "--stride requires --seq-length"),
+        (["--seq-length", "8"], "--seq-length requires --stride"),
+        (["--seq-length", "8", "--stride", "9"], "--stride must be at most --seq-length 8, but got 9"),
     ],
 )
 def test_flags_that_do_not_fit(

@@ -56,10 +56,13 @@ def test_a_run_that_ends_or_goes_on_in_its_ramp_has_whole_batches_alone():
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--train-iters 6 --rampup-batch-size 2 1 8", "expected --train-samples"),
+        ("--train-iters 6 --rampup-batch-size 2 1 8", "requires --train-samples"),
         ("--train-samples 90 --rampup-batch-size 1 2 8", "a whole number of increments"),
-        ("--train-samples 90 --rampup-batch-size 4 1 8", "a smaller start"),
-        ("--train-samples 90 --rampup-batch-size 2 1 8 --micro-batch-size 2", "its increment 1; expected"),
+        ("--train-samples 90 --rampup-batch-size 4 1 8", "start below --global-batch-size 4"),
+        (
+            "--train-samples 90 --rampup-batch-size 2 1 8 --micro-batch-size 2",
+            "its increment must be a multiple of .*, but got 1",
+        ),
         ("--train-samples 90 --rampup-batch-size 1 1 8 --micro-batch-size 2", "the start of --rampup"),
         ("--train-samples 90 --rampup-batch-size 2 2", "--rampup-batch-size"),
         ("--train-samples 90 --rampup-batch-size 2 2 0", "--rampup-batch-size"),

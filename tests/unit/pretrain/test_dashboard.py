@@ -169,7 +169,7 @@ def test_an_address_that_is_taken_is_refused():
 
 def test_the_command_needs_a_run(tmp_path, capsys):
     assert cli.main(["dashboard", str(tmp_path)]) == 2
-    assert "metrics.jsonl: no such file" in capsys.readouterr().err
+    assert "metrics.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_a_run_is_called_what_its_folder_is(metrics):

@@ -31,7 +31,7 @@ def test_a_rank_has_its_rows(sharded):
 
 
 def test_rows_that_do_not_come_out_even_are_refused(sharded):
-    told = "5 rows of weight evenly over 2 ranks; expected the same number of rows on each rank"
+    told = "the same number of rows on each rank, but 5 rows of weight cannot be distributed evenly over 2"
     with pytest.raises(UsageError, match=told):
         row_shards.require_even([sharded(5)])
 

@@ -54,14 +54,14 @@ def test_every_preset_is_a_whole_shape(name):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("num-layer: 2", r"line 1: unknown flag num-layer; expected --num-layers"),
-        ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr is given twice"),
-        ("bf16: yes", r"line 1: --bf16 is set to yes; expected true or false"),
-        ("model:\n  num-layers: 2", r"line 1 is model:; expected flag: value"),
-        ("lr: {a: 1}", r"line 1: \{a: 1\}; expected a plain value"),
-        ("data-path: [a,", r"line 1: \[a,; expected a list that ends on that line"),
+        ("num-layer: 2", r"line 1: unknown flag num-layer\. Did you mean --num-layers"),
+        ("lr: 1e-3\nlr: 2e-3", r"line 2: --lr is set twice"),
+        ("bf16: yes", r"line 1: --bf16 is a switch and must be true or false, but is set to yes"),
+        ("model:\n  num-layers: 2", r"line 1 must have the form `flag: value`, but is model:"),
+        ("lr: {a: 1}", r"line 1: the value must be a plain value .* but is \{a: 1\}"),
+        ("data-path: [a,", r"line 1: the list must end on the line .* but is \[a,"),
         ("config: other.yaml", r"line 1: unknown flag config"),
-        ("just words", r"line 1 is just words; expected flag: value"),
+        ("just words", r"line 1 must have the form `flag: value`, but is just words"),
     ],
 )
 def test_a_line_that_is_no_flag_is_named(tmp_path, text, told):
@@ -74,17 +74,17 @@ def test_a_line_that_is_no_flag_is_named(tmp_path, text, told):
 def test_a_value_of_the_wrong_kind_is_told_as_on_the_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("num-layers: many")
-    with pytest.raises(UsageError, match=r"^--num-layers many; expected a positive integer"):
+    with pytest.raises(UsageError, match=r"^--num-layers must be a positive integer, but got many"):
         arguments.parse(["--config", str(path)])
 
 
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--config", "no-such.yaml"], r"--config no-such\.yaml: .*; expected a readable YAML file"),
-        (["--config"], r"--config without a value"),
-        (["--preset", "--bf16"], r"--preset without a value; expected gpt2-124m or "),
-        (["--preset", "gpt5"], r"--preset gpt5; expected gpt2-124m or "),
+        (["--config", "no-such.yaml"], r"--config no-such\.yaml cannot be read as a YAML file"),
+        (["--config"], r"--config requires a value"),
+        (["--preset", "--bf16"], r"--preset requires a value: gpt2-124m, "),
+        (["--preset", "gpt5"], r"--preset must be gpt2-124m, .* but got gpt5"),
     ],
 )
 def test_what_is_missing_is_said(argv, told):

@@ -122,7 +122,7 @@ def test_what_differs_from_step_to_step_is_refused(monkeypatch, more, named):
     args = arguments.parse([*FLAGS, *more])
     args.fully_sharded = None
     monkeypatch.setattr(type(devices.current()), "name", "cuda")
-    with pytest.raises(UsageError, match=f"--cuda-graph-impl local with {named}"):
+    with pytest.raises(UsageError, match=f"--cuda-graph-impl local cannot be used with {named}"):
         checks.check(args)
 
 

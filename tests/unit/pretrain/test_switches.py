@@ -68,7 +68,7 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
     ("given", "said"),
     [
         ("--mixed-precision --fp16", "--mixed-precision bf16 and --fp16"),
-        ("--zero-1-memory-optimization --fsdp-memory-optimization", "expected only one of them"),
+        ("--zero-1-memory-optimization --fsdp-memory-optimization", "are mutually exclusive"),
         ("--zero-3-memory-optimization --tensor-model-parallel-size 2", "data parallelism only"),
         ("--fsdp-memory-optimization --pipeline-model-parallel-size 2", "data parallelism only"),
         ("--fsdp-memory-optimization --context-parallel-size 2", "data parallelism only"),
@@ -76,7 +76,10 @@ def test_one_rank_has_nothing_to_share_out(check, capsys):
         ("--fsdp-memory-optimization --mixed-precision fp16", "in fp16 for a Megatron model"),
         ("--fsdp-memory-optimization --use-distributed-optimizer", "and --use-distributed-optimizer"),
         ("--zero-3-memory-optimization --overlap-grad-reduce", "FSDP always overlaps communication"),
-        ("--zero-3-memory-optimization --num-experts 4", "--num-experts with --zero-3-memory-optimization"),
+        (
+            "--zero-3-memory-optimization --num-experts 4",
+            "--num-experts cannot be used with --zero-3-memory-optimization",
+        ),
         ("--cpu-offload", "on the cpu device"),
         ("--graph-optimization", "--graph-optimization for a Megatron model"),
         ("--dynamic-shape", "--dynamic-shape for a Megatron model"),
@@ -118,6 +121,6 @@ def test_every_pair_is_refused_by_the_rules_or_trains(check, one):
 def test_an_older_core_has_no_fsdp_that_can_be_used(check, monkeypatch, stage):
     monkeypatch.setattr(switches, "_FIRST_FSDP", (0, 17))
     with pytest.raises(
-        UsageError, match=f"--{stage}-memory-optimization with megatron-core 0.16.1; expected"
+        UsageError, match=f"--{stage}-memory-optimization cannot be used with megatron-core 0.16.1"
     ):
         check(f"--{stage}-memory-optimization")

@@ -147,7 +147,7 @@ def test_other_ranks_have_none(wandb):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"wandb_project": None}, "--wandb-exp-name without --wandb-project"),
+        ({"wandb_project": None}, "--wandb-exp-name requires --wandb-project"),
         ({"save": None}, "--save or --wandb-save-dir"),
     ],
 )
@@ -160,7 +160,7 @@ def test_half_of_it_is_refused(wandb, changes, named):
 def test_where_it_is_absent_one_line_says_so(monkeypatch, flags):
     monkeypatch.setattr(output, "is_installed", lambda name: name != "wandb")
     args = arguments.parse(flags("--wandb-project", "p", "--save", "here"))
-    with pytest.raises(UsageError, match=r"wandb is not installed.*pip install wandb"):
+    with pytest.raises(UsageError, match=r"wandb package, which is not installed.*pip install wandb"):
         output.wandb(args)
 
 

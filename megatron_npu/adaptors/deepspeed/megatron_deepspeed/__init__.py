@@ -1,6 +1,6 @@
 """Adaptors for bigscience's Megatron-DeepSpeed at 8387ae17, whose models DeepSpeed's engine can train.
 
-There is one module per subject; its docstring names the upstream code that it patches. An adaptor only
-records patches; see ``patching``. ``shared`` holds the code that this upstream has in common with
+There is one module per subject, whose docstring names the upstream code that it patches. An adaptor only
+records patches; see ``patching``. ``shared`` contains the code that this upstream has in common with
 Megatron-LM.
 """

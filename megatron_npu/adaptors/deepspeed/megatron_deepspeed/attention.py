@@ -1,4 +1,4 @@
-"""``ParallelAttention`` of ``megatron.model.transformer``: fused attention, and the softmax for alibi."""
+"""Patches for ``ParallelAttention`` of ``megatron.model.transformer``: fused attention, softmax for alibi."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def _masks_of_this_rank(dropout_p: float) -> AbstractContextManager[Any]:
 def _refuse_window(flags: AttentionFlags) -> None:
     if flags.window != (None, None):
         raise UsageError(
-            "--pre-tockens or --next-tockens with --position-embedding-type alibi",
-            "a window with another position embedding",
-            "Remove the window flags, because attention with alibi is upstream's own.",
+            "--pre-tockens and --next-tockens cannot be used with --position-embedding-type alibi, because "
+            "attention with alibi is upstream's own and has no window. Remove the window flags, or use "
+            "another position embedding."
         )
 
 
@@ -107,7 +107,7 @@ def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Ten
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value ``[s, b, n, d]``; ``encoded``, if given, gives key and value."""
+    """Return query, key and value ``[s, b, n, d]``; if ``encoded`` is given, it yields key and value."""
     heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
     if encoded is None:
         mixed, _ = self.query_key_value(hidden)

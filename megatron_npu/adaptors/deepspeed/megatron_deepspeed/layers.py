@@ -1,4 +1,4 @@
-"""Layer norm that needs no CUDA extension, and a single row-parallel bias that is shared by all ranks."""
+"""Layer norm that requires no CUDA extension, and a row-parallel bias that all ranks share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatron_npu.ops import norm
 _NORM = "megatron.model.fused_layer_norm:MixedFusedLayerNorm"
 _WHY = "upstream's kernel is a CUDA extension, which it compiles at start"
 
-around(f"{_NORM}.__init__", why="it imports a CUDA extension, which our forward does not need")(
-    initialise_without_kernel
-)
+around(
+    f"{_NORM}.__init__",
+    why="upstream's constructor imports a CUDA extension, which our forward does not need",
+)(initialise_without_kernel)
 
 
 @replace(f"{_NORM}.forward", why=_WHY)
@@ -30,8 +31,10 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
 @around(
     "megatron.mpu.layers:RowParallelLinear.forward",
-    why="with --sync-tp-duplicated-parameters it averages its bias in place, which current torch rejects "
-    "for a leaf that requires grad, and with ReduceOp.AVG, which gloo lacks",
+    why=(
+        "with --sync-tp-duplicated-parameters the layer averages its bias in place, which current torch "
+        "rejects for a leaf that requires grad, and with ReduceOp.AVG, which gloo lacks"
+    ),
 )
 def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
     """Average the bias over the ranks before calling the layer; upstream averages it after the matmul."""

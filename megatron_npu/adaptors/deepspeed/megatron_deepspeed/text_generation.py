@@ -1,4 +1,7 @@
-"""``megatron.text_generation_utils`` for ``tools/generate_samples_gpt.py``: sample no padding tokens."""
+"""Patches for ``megatron.text_generation_utils``, so that no padding tokens are sampled.
+
+``tools/generate_samples_gpt.py`` uses that module.
+"""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ def refuse(args: argparse.Namespace) -> None:
     """
     if args.cpu_optimizer:
         raise UsageError(
-            "--cpu-optimizer, which this checkout declares but does not implement",
-            "an optimizer on the device, or one offloaded by DeepSpeed",
-            'Remove it; for DeepSpeed: "offload_optimizer": {"device": "cpu"} and '
-            '"zero_force_ds_cpu_optimizer": false in its configuration.',
+            "--cpu-optimizer is declared but not implemented by this checkout; the optimizer must be on the "
+            "device, or be offloaded by DeepSpeed. Remove it; for DeepSpeed, set "
+            '"offload_optimizer": {"device": "cpu"} and "zero_force_ds_cpu_optimizer": false in its '
+            "configuration."
         )
     if args.universal_checkpoint:
         raise UsageError(
-            "--universal-checkpoint: DeepSpeed 0.19.8 cannot read what this checkout's "
-            "ds_to_universal.py writes, nor convert this checkout's checkpoints",
-            "the layout that the checkpoint was saved with",
-            "Load it without the flag; to resume in another layout, use deepspeedai's Megatron-DeepSpeed.",
+            "--universal-checkpoint is not supported: DeepSpeed 0.19.8 can neither read what this "
+            "checkout's ds_to_universal.py writes nor convert this checkout's checkpoints, so a checkpoint "
+            "must be loaded in the layout in which it was saved. Load it without the flag; to resume in "
+            "another layout, use deepspeedai's Megatron-DeepSpeed."
         )
     if args.deepspeed:
         remedy = "Use stage 1; to shard gradients and weights too, use megatron-npu train --deepspeed-config."

@@ -1,4 +1,4 @@
-"""16-bit training without DeepSpeed's engine: dtype names, and the overflow flag of older NPUs."""
+"""Support for 16-bit training without DeepSpeed's engine: dtype names, and overflow flags of older NPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ for _name in mixed_precision.SCHEDULES:
 @around(
     "megatron.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
     devices=WITHOUT_CUDA,
-    why="it compares Tensor.type(), which reports cuda to Megatron, with the name of DeepSpeed's device",
+    why=(
+        "upstream compares Tensor.type(), which reports cuda to Megatron, with the name of DeepSpeed's device"
+    ),
 )
 def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Report DeepSpeed's device name as cuda while parameters are sorted by their tensor types."""

@@ -17,12 +17,15 @@ _OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
 @around(
     "megatron.model.layernorm:SPLayerNorm.__init__",
     devices=WITHOUT_CUDA,
-    why="a decoder passes it the arguments of the CUDA layer norm on every device, so T5 raises a TypeError",
+    why=(
+        "a decoder passes the arguments of the CUDA layer norm to this norm on every device, so T5 raises"
+        " a TypeError"
+    ),
     upstream_bug=True,
     until=UNTIL,
 )
 def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop the arguments that select a CUDA kernel; --apply-layernorm-1p is rejected elsewhere."""
+    """Remove the arguments that select a CUDA kernel; --apply-layernorm-1p is rejected elsewhere."""
     original(self, *args, **{name: value for name, value in kwargs.items() if name not in _OF_CUDA})
 
 

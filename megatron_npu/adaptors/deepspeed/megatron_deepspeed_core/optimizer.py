@@ -83,7 +83,10 @@ def does_without_decay(name: str, parameter: Tensor) -> bool:
 @replace(
     "megatron.optimizer.clip_grads:clip_grad_norm_fp32",
     devices=WITHOUT_CUDA,
-    why="without CUDA it calls .to() on a Python float, and compares with a name that is not a tensor type",
+    why=(
+        "without CUDA upstream calls .to() on a Python float and compares with a name that is not a "
+        "tensor type"
+    ),
     upstream_bug=True,
     until=UNTIL,
 )

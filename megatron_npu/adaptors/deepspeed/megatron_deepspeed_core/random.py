@@ -1,4 +1,4 @@
-"""Random generators: the device's for the RNG tracker, the host's for initial weights."""
+"""Use the device's random generator for the RNG tracker, and the host's for initial weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class HostDraws(TorchDispatchMode):
-    """Fill tensors with fp32 values from the host's generator, whatever the tensor's device and dtype."""
+    """Fill tensors with fp32 values from the host's generator, regardless of their device and dtype."""
 
     def __torch_dispatch__(
         self,

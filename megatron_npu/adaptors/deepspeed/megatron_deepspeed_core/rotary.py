@@ -1,7 +1,8 @@
-"""Rotary position embedding of ``megatron.model.rotary_pos_embedding``, whose tables upstream mixes up.
+"""Fix the rotary embedding of ``megatron.model.rotary_pos_embedding``, whose tables upstream mixes up.
 
-It builds a table of cosines and one of sines, then passes the first to queries and the second to keys as if
-they were angles, and takes the cosine and sine of these again. Here both tables are passed as one tensor.
+Upstream builds a table of cosines and one of sines, then passes the first to queries and the second to keys
+as if they were angles, and computes the cosine and sine of these again. Here, both tables are passed as one
+tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _MODULE = "megatron.model.rotary_pos_embedding"
 
 @backport(
     f"{_MODULE}:RotaryEmbedding.forward",
-    why="the pipeline moves its result to the device, and text generation treats it as one table: both "
-    "raise an error, because it is a list of two",
+    why=(
+        "the pipeline moves the rotary tables to the device, and text generation treats them as one "
+        "table: both raise an error, because the result is a list of two tables"
+    ),
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked into two."""
@@ -41,8 +44,10 @@ def turn(t: Tensor, tables: Tensor) -> Tensor:
 
 @backport(
     f"{_MODULE}:apply_rotary_pos_emb",
-    why="it takes the cosine and sine of a table that already holds cosines, and reuses them for keys: all "
-    "angles lie between -1 and 1, regardless of the position",
+    why=(
+        "upstream takes the cosine and sine of a table that already holds cosines, and reuses them for "
+        "keys: all angles lie between -1 and 1, regardless of the position"
+    ),
 )
 def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
     """Rotate ``t`` by the joined tables in ``freqs``."""

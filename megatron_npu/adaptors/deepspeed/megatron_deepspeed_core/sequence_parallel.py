@@ -1,6 +1,6 @@
-"""DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023): exchange tokens for heads in attention.
+"""Support for DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023).
 
-``attention`` uses this module when it builds the layers.
+Tokens are exchanged for heads in attention. ``attention`` uses this module when it builds the layers.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def with_mask_of_cross_attention(
 
 @around(
     "megatron.model.t5_model:T5Model.forward",
-    why="it also returns the experts' losses, on which pretrain_t5.py raises an AttributeError",
+    why="the model also returns the experts' losses, on which pretrain_t5.py raises an AttributeError",
     upstream_bug=True,
     until=UNTIL,
 )

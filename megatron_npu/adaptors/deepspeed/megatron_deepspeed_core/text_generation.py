@@ -20,8 +20,10 @@ _TWICE = "--local_rank"  # of the checkout, and of the tool
 
 @around(
     "megatron.arguments:parse_args",
-    why="tools/generate_samples_gpt.py declares --local_rank, which the tree now declares too: it raises an "
-    "ArgumentError",
+    why=(
+        "tools/generate_samples_gpt.py declares --local_rank, which the tree now declares too, so the "
+        "tool raises an ArgumentError"
+    ),
     upstream_bug=True,
     until=UNTIL,
     order=1,
@@ -55,7 +57,7 @@ def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs:
 
 
 class _Remembering:
-    """A wrapper that lets ``megatron.text_generation_utils`` call a model of this checkout."""
+    """A wrapper that makes a model of this checkout callable by ``megatron.text_generation_utils``."""
 
     def __init__(self, model: Any) -> None:
         from megatron import text_generation_utils as tool
@@ -75,16 +77,16 @@ class _Remembering:
         get_key_value: bool | None,
         forward_method_parallel_output: bool | None,
     ) -> Any:
-        """Return the output ``[b, s, v]``; with ``get_key_value`` also the cache of all tokens so far.
+        """Return the output ``[b, s, v]``; with ``get_key_value``, also the cache of all tokens so far.
 
         Args:
-            tokens: ``[b, s]``; with ``get_key_value`` only those that have not been processed yet.
-            position_ids: their positions.
-            attention_mask: ``[1 or b, 1, all, all]`` for the whole sequence, true where masked.
+            tokens: ``[b, s]``; with ``get_key_value``, only those that have not been processed yet.
+            position_ids: the positions of the tokens.
+            attention_mask: ``[1 or b, 1, all, all]`` for the whole sequence, True where masked.
             tokentype_ids: ``[b, s]``.
-            layer_past: what the last call returned, None in the first call.
+            layer_past: the cache that the last call returned, or None in the first call.
             get_key_value: whether to keep keys and values.
-            forward_method_parallel_output: ignored; the model was built with this setting.
+            forward_method_parallel_output: ignored, because the model was built with this setting.
         """
         if get_key_value:
             memory = layer_past or _memory(tokens.size(0), attention_mask.size(-1))

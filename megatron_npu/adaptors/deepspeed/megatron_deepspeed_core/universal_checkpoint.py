@@ -1,4 +1,7 @@
-"""Metadata that DeepSpeed's ``ds_to_universal`` needs in checkpoints of ``megatron.model.gpt_model``."""
+"""Add the metadata that DeepSpeed's ``ds_to_universal`` requires to checkpoints of a GPT model.
+
+The model is that of ``megatron.model.gpt_model``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
 
 @around(
     "megatron.model.gpt_model:UniversalCheckpointInfo._build_universal_checkpoint_info",
-    why="it does not record that a rank's rows of the fused projection are queries, keys and values: "
-    "resuming from a universal checkpoint with another --tensor-model-parallel-size silently mixes them "
-    "up",
+    why=(
+        "upstream does not record that a rank's rows of the fused projection are queries, keys and "
+        "values: resuming from a universal checkpoint with another --tensor-model-parallel-size silently "
+        "mixes them up"
+    ),
     upstream_bug=True,
     until=UNTIL,
 )

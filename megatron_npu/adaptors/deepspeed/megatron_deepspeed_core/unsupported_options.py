@@ -27,15 +27,13 @@ def refuse(args: argparse.Namespace) -> None:
     """
     if args.ds_sequence_parallel_fpdt:
         raise UsageError(
-            "--ds-sequence-parallel-fpdt, whose chunked attention needs flash-attn for CUDA",
-            "--ds-sequence-parallel-size without it",
-            "Remove it.",
+            "--ds-sequence-parallel-fpdt is not supported, because its chunked attention requires "
+            "flash-attn for CUDA. Remove it, and use --ds-sequence-parallel-size without it."
         )
     if args.apply_layernorm_1p and devices.current().name != "cuda":
         raise UsageError(
-            "--apply-layernorm-1p without CUDA, where upstream uses a layer norm that does not support it",
-            "plain layer norm, or --normalization rmsnorm",
-            "Remove it.",
+            "--apply-layernorm-1p requires CUDA; without CUDA, upstream uses a layer norm that does not "
+            "support it. Remove it, and use plain layer norm or --normalization rmsnorm."
         )
     if args.ds_sequence_parallel_size > 1:
         _refuse_sequence_parallel(args)
@@ -51,24 +49,23 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
     given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(
-            f"{given} with --tensor-model-parallel-size or --pipeline-model-parallel-size",
-            "only one of the three, because upstream has no process groups for combinations",
-            "Remove the others.",
+            f"{given} cannot be combined with --tensor-model-parallel-size or "
+            "--pipeline-model-parallel-size, because upstream has no process groups for such combinations. "
+            "Use only one of the three."
         )
     if not args.deepspeed or not args.no_pipeline_parallel:
         raise UsageError(
-            f"{given} without --deepspeed --no-pipeline-parallel",
-            "both flags, because DeepSpeed's engine sums the gradients of the sequence-parallel ranks, and "
-            "only such a model splits the tokens between them",
-            "Add both flags.",
+            f"{given} requires both --deepspeed and --no-pipeline-parallel, because DeepSpeed's engine sums "
+            "the gradients of the sequence-parallel ranks, and only such a model splits the tokens between "
+            "them. Add both flags."
         )
     config = read_configuration(args.deepspeed_config)
     scatters = (config.get("zero_optimization") or {}).get("reduce_scatter", True)
     if zero_stage(args, config) == 3 and scatters:
         raise UsageError(
-            f"{given} at ZeRO stage 3, where DeepSpeed averages the gradients of the sequence-parallel ranks",
-            "a stage or setting that sums these gradients",
-            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or use stage 2.',
+            f"{given} cannot be used at ZeRO stage 3, where DeepSpeed averages the gradients of the "
+            "sequence-parallel ranks instead of summing them. "
+            'Add "reduce_scatter": false to "zero_optimization" in the configuration, or use stage 2.'
         )
 
 
@@ -77,11 +74,11 @@ def _refuse_rotary(args: argparse.Namespace) -> None:
     ranks = args.ds_sequence_parallel_size > 1
     if ranks or (args.deepspeed and not args.no_pipeline_parallel):
         raise UsageError(
-            "--use-rotary-position-embeddings with "
-            + ("--ds-sequence-parallel-size" if ranks else "DeepSpeed's pipeline"),
-            "the fix for upstream's rotary embedding, which mixes up its two tables",
-            f"Set {settings.BACKPORT.name}=1; or leave "
-            + ("that out." if ranks else "it to --no-pipeline-parallel."),
+            "--use-rotary-position-embeddings cannot be used with "
+            + ("--ds-sequence-parallel-size" if ranks else "DeepSpeed's pipeline")
+            + ", because upstream's rotary embedding mixes up its two tables. "
+            + f"Set {settings.BACKPORT.name}=1 to fix it, or "
+            + ("remove --ds-sequence-parallel-size." if ranks else "add --no-pipeline-parallel.")
         )
 
 

@@ -15,7 +15,7 @@ from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 
 
 def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[str, Any]:
-    """Return the arguments of ``ops.attention``, except the window, that say which keys a query sees.
+    """Return the arguments of ``ops.attention``, except the window, that define which keys a query sees.
 
     Upstream uses only ``config.window_size`` if it is set, otherwise only the mask, otherwise the causal
     triangle. The last query is aligned with the last key, which matters only if there are more keys than
@@ -38,8 +38,9 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
     """Return True if a mask ``[b, 1, q, s]`` hides exactly the later keys.
 
     Args:
-        mask: boolean, True where masked; its values are read once, and the answer is cached on the tensor.
-        starts: positions in the sequence at which the equally long parts of the rows begin.
+        mask: a boolean mask, True where masked; its values are read once, and the result is cached on the
+            tensor.
+        starts: the positions in the sequence at which the equally long parts of the rows begin.
     """
 
     def read() -> bool:
@@ -52,14 +53,14 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
-    """Return the lengths, on the host; they are read once per batch, and all layers share them.
+    """Return the lengths on the host; they are read once per batch, and all layers share them.
 
-    Padding between sequences, and after the last one, is a sequence of its own: it sees only itself, and its
-    output is never used.
+    Padding between sequences, and after the last one, counts as a sequence of its own: it sees only itself,
+    and its output is never used.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, whose boundaries are ``[sequences + 1]``.
-        queries, keys: number of tokens, including padding.
+        queries, keys: the numbers of tokens, including padding.
     """
 
     def read() -> PackedSequences:
@@ -74,7 +75,7 @@ def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedS
 
 
 def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors of sequence boundaries, on which cached values depend."""
+    """Return the tensors of sequence boundaries that cached values depend on."""
     return (
         packed_seq_params.cu_seqlens_q,
         packed_seq_params.cu_seqlens_kv,
@@ -84,7 +85,7 @@ def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
 
 
 def _lengths(ends: Tensor, padded_ends: Tensor | None, tokens: int) -> list[int]:
-    """Return the lengths of all sequences, each followed by that of its padding, up to the last token."""
+    """Return the length of each sequence, followed by the length of its padding, up to the last token."""
     bounds = ends.tolist()
     starts = bounds if padded_ends is None else padded_ends.tolist()
     lengths = []

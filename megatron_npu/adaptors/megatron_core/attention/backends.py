@@ -1,4 +1,4 @@
-"""Select the attention implementation: switches of TransformerEngine and of the dynamic inference engine.
+"""Select the attention implementation with the switches of TransformerEngine and the dynamic engine.
 
 Patches ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
@@ -22,12 +22,14 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 @around(
     "megatron.core.models.common.language_module.language_module:LanguageModule._set_attention_backend",
     condition=transformer_engine_present,
-    why="it requires that NVTE_FLASH_ATTN and related variables, which launch scripts export for "
-    "TransformerEngine, match --attention-backend, and exports them: a second model with another "
-    "backend is rejected too",
+    why=(
+        "upstream requires that NVTE_FLASH_ATTN and related variables, which launch scripts export for "
+        "TransformerEngine, match --attention-backend, and exports them: a second model with another "
+        "backend is rejected too"
+    ),
 )
 def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
-    """Neither check nor export the variables, which only TransformerEngine reads; log any that are set."""
+    """Log the variables that are set, and do not check or export them: only TransformerEngine reads them."""
     given = tuple(f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ)
     if given:
         _say(" ".join(given))
@@ -36,7 +38,8 @@ def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
 @functools.cache
 def _say(given: str) -> None:
     logger.warning(
-        "%s has no effect: without TransformerEngine only --attention-backend selects the attention", given
+        "%s has no effect, because without TransformerEngine only --attention-backend selects the attention",
+        given,
     )
 
 
@@ -54,7 +57,7 @@ def _say(given: str) -> None:
     why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Report the requirements of the dynamic engine that are not met, and the engines that work without it.
+    """Report the dynamic engine's unmet requirements and the engines that can be used instead.
 
     In 0.16, the static engine tries the dynamic engine first and falls back to its own code if that fails.
 
@@ -62,7 +65,6 @@ def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: An
         UsageError: always.
     """
     raise UsageError(
-        "the dynamic inference engine needs flash-attn, which is not installed and needs CUDA",
-        "an inference engine that works without it",
-        "Use a static engine: gpt_static_inference.py, or run_text_generation_server.py.",
+        "the dynamic inference engine requires flash-attn, which is not installed and requires CUDA. Use a "
+        "static engine: gpt_static_inference.py, or run_text_generation_server.py."
     )

@@ -1,4 +1,4 @@
-"""Arguments of one forward call of core attention, except its tensors."""
+"""The arguments of one forward call of core attention, except its tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class CoreAttentionCall:
 
     Attributes:
         options: what was decided when the layer was built.
-        scale: factor of the scores.
-        dropout_p: dropout probability; 0.0 in evaluation.
+        scale: the factor of the scores.
+        dropout_p: the dropout probability, which is 0.0 in evaluation.
         causal: whether the mask type says that no query sees a later key.
-        sink: ``[n]``, an additional score for each query head (``--softmax-type``); None without it.
+        sink: ``[n]``, an additional score for each query head (``--softmax-type``), or None.
     """
 
     options: LayerOptions
@@ -35,7 +35,8 @@ class CoreAttentionCall:
         """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` to ``[sq, b, n * d]``.
 
         Args:
-            visible: the arguments of ``ops.attention``, except the window, that say which keys a query sees.
+            visible: the arguments of ``ops.attention``, except the window, that define which keys a query
+                sees.
         """
         return core_attention.attend(query, key, value, **self._arguments(), **visible).flatten(2)
 

@@ -1,10 +1,10 @@
 """Attention over a sequence that is partitioned over the ranks of a context-parallel group.
 
-megatron-core cuts a sequence, or each of the packed ones, into 2·cp equal chunks and gives rank r the chunks
-r and 2·cp - 1 - r, which balances causal work. ``--cp-comm-type`` selects the exchange: keys and values are
-passed around a ring (``p2p``, the default) or gathered (``all_gather``); each rank gets some of the heads
-over the whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023); or near ranks use the all-to-all and
-far ranks form a ring (``a2a+p2p``).
+megatron-core splits a sequence, or each packed sequence, into 2·cp equal chunks and assigns the chunks r and
+2·cp - 1 - r to rank r, which balances causal work. ``--cp-comm-type`` selects the exchange: keys and values
+are passed around a ring (``p2p``, the default) or gathered (``all_gather``); each rank computes some of the
+heads over the whole sequence (``a2a``; DeepSpeed-Ulysses, Jacobs et al. 2023); or near ranks use the
+all-to-all and far ranks form a ring (``a2a+p2p``).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from megatron_npu.ops.dispatch import report_fallback
 
 
 def group_of(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that share a batch's sequences; None if this rank has them whole.
+    """Return the ranks that share a batch's sequences, or None if this rank has the whole sequences.
 
-    Packed sequences may name their own group, or say that one rank has them all (``PackedSeqParams``,
-    since 0.16). Otherwise the group is this layer's (since 0.15) or that of the whole run.
+    Packed sequences may name their own group, or specify that one rank has all of them (``PackedSeqParams``,
+    since 0.16). Otherwise, the group is that of this layer (since 0.15) or that of the whole run.
     """
     if module.layer_options.cp_comm_type is None:
         return None
@@ -74,10 +74,10 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
-    """Make attention dropout draw different masks on the ranks of a sequence, whose RNG states are the same.
+    """Make attention dropout use different masks on the ranks of a sequence, whose RNG states are equal.
 
     The state and the rank determine the masks, so that a recomputed layer drops the same values again.
-    Afterwards the state is again the same on all ranks, and has advanced.
+    Afterwards, the state is the same on all ranks again, and has advanced.
     """
     if dropout_p == 0.0:
         yield
@@ -107,7 +107,7 @@ def attend(
         call: how the layer attends, and how its ranks share keys and values.
         group: the ranks that share the sequence.
         query, key, value: ``[s / cp, b, n or g, d]``.
-        mask: ``[b, 1, s / cp, s]``: for this rank's queries, as megatron-core cuts it, and all keys.
+        mask: ``[b, 1, s / cp, s]``, for this rank's queries, as megatron-core splits them, and all keys.
     """
     with draws_of_rank(call.dropout_p, group):
         if call.options.cp_comm_type == "a2a":
@@ -125,7 +125,7 @@ def attend(
 def _causal_or_masked(
     call: CoreAttentionCall, group: dist.ProcessGroup, mask: Tensor | None, tokens: int
 ) -> tuple[bool, Tensor | None]:
-    """Return whether queries see no later key, and the mask if it hides anything else."""
+    """Return whether no query sees a later key, and the mask if it hides anything else."""
     if call.options.window_alone:
         return False, None
     if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
@@ -158,10 +158,10 @@ def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
 def _ring(
     call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend to keys that arrive in a ring: from all other ranks, or with ``a2a+p2p`` only from far ones.
+    """Attend to keys that arrive in a ring: from all other ranks, or with ``a2a+p2p`` only from far ranks.
 
-    Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each has two larger
-    chunks, one after the other, as if these ranks were a single rank.
+    Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each of them has two
+    larger chunks, one after the other, as if these ranks were a single rank.
     """
     options = _ring_options(call)
     if call.options.cp_comm_type == "p2p":
@@ -184,7 +184,7 @@ def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
 
 
 def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the ranks of ``group`` that exchange heads and those that exchange keys.
+    """Return the ranks of ``group`` that exchange heads, and the ranks that exchange keys.
 
     Raises:
         UsageError: upstream has not created two such groups, or the batch has its own group.
@@ -196,9 +196,9 @@ def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proc
     sizes = [each.size() for each in groups]
     if len(groups) != 2 or sizes[0] * sizes[1] != group.size():
         raise UsageError(
-            f"--cp-comm-type a2a+p2p, {group.size()} ranks and hierarchical groups of {sizes}",
-            "two group sizes whose product is the context-parallel size",
-            "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
+            "--cp-comm-type a2a+p2p requires two hierarchical groups whose sizes multiply to the "
+            f"context-parallel size, {group.size()}, but their sizes are {sizes}. Pass "
+            "--hierarchical-context-parallel-sizes NEAR FAR."
         )
     return groups[0], groups[1]
 
@@ -211,7 +211,7 @@ def _all_gather(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attend to the gathered keys of all ranks; a causal chunk sees those up to its own end, unmasked."""
+    """Attend to the gathered keys of all ranks; a causal chunk sees the keys up to its own end, unmasked."""
     chunk, starts = query.size(0) // 2, chunk_starts(query.size(0), group)
     key, value = (to_sequence_order(all_gather(t, group)) for t in (key, value))
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
@@ -259,12 +259,12 @@ def attend_packed(
     Args:
         call: how the layer attends, and how its ranks share keys and values.
         group: the ranks that share each sequence.
-        query, key, value: ``[t / cp, n or g, d]``: chunks r and 2·cp - 1 - r of each sequence.
-        packed_seq_params: holds the boundaries of the whole sequences, ``[sequences + 1]``.
+        query, key, value: ``[t / cp, n or g, d]``, the chunks r and 2·cp - 1 - r of each sequence.
+        packed_seq_params: contains the boundaries of the whole sequences, ``[sequences + 1]``.
 
     Raises:
-        UsageError: a sequence's length is not a multiple of 2·cp; or keys are gathered for attention with a
-            window that looks ahead.
+        UsageError: the length of a sequence is not a multiple of 2·cp, or keys are gathered for attention
+            with a window that looks ahead.
     """
     with draws_of_rank(call.dropout_p, group):
         if call.options.cp_comm_type in ("p2p", "a2a+p2p"):
@@ -309,7 +309,7 @@ def _packed_ring(
 
 
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
-    """Return the packed sequences as a ring over ``size`` ranks needs them; computed once per batch."""
+    """Return the packed sequences in the form for a ring over ``size`` ranks, computed once per batch."""
 
     def read() -> tuple[Document, ...]:
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
@@ -327,9 +327,9 @@ def _orders_of_near(
     """Return the indices that sort the concatenated tokens of near ranks by position, and their inverse.
 
     Args:
-        documents: the packed sequences, as the near ranks hold them together.
-        near: number of near ranks.
-        device: device of the result, two ``[t]`` int64 tensors.
+        documents: the packed sequences that the near ranks hold together.
+        near: the number of near ranks.
+        device: the device of the result, which is two ``[t]`` int64 tensors.
     """
     starts = [0, *itertools.accumulate(each.tokens for each in documents)]
     by_rank = torch.cat([token_indices(starts, near, rank) for rank in range(near)])
@@ -360,10 +360,8 @@ def _attend_packed(
         return a2a_gather_heads(by_rank, group).flatten(1)
     if call.options.window != (None, None) and not call.causal:
         raise UsageError(
-            "packed sequences together with a window and without a causal mask under "
-            "--cp-comm-type all_gather",
-            "at most two of the three",
-            "Use --cp-comm-type a2a.",
+            "packed sequences cannot be combined with a window that is not causal under --cp-comm-type "
+            "all_gather. Use --cp-comm-type a2a."
         )
     parts = (all_gather(t, group).flatten(0, 1) for t in (key, value))
     key, value = (t.index_select(0, sharding.visible_keys) for t in parts)
@@ -373,14 +371,14 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return how the batch is cut; computed once, because every layer gets the same parameters.
+    """Return how the batch is split; computed once, because every layer gets the same parameters.
 
     Args:
-        packed_seq_params: upstream's PackedSeqParams; the key's boundaries are read.
-        tokens: number of tokens on this rank.
+        packed_seq_params: upstream's PackedSeqParams, of which the key's boundaries are read.
+        tokens: the number of tokens on this rank.
         causal: whether no query sees a later key.
         group: the ranks that share each sequence.
-        device: device for the indices.
+        device: the device for the indices.
     """
     recipe = (tokens, causal, group.size(), group.rank())
 

@@ -84,7 +84,7 @@ def _window_is_ours(config: Any) -> bool:
     "never initialized",
 )
 def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialize the softmax offset, and mark it as tensor-parallel: each rank has its heads' offsets."""
+    """Initialize the softmax offset, marked as tensor-parallel: each rank has the offsets of its heads."""
     original(self, *args, **kwargs)
     offset = getattr(self, "softmax_offset", None)
     if not isinstance(offset, torch.nn.Parameter):
@@ -101,9 +101,9 @@ def _refuse_logit_maximum(config: Any) -> None:
         if getattr(config, option, False):
             flag = "--" + option.replace("_", "-")
             raise UsageError(
-                f"{flag} without TransformerEngine",
-                "an attention that reports its largest score, which no fused attention here does",
-                f"Remove {flag}; --qk-layernorm also keeps scores small.",
+                f"{flag} requires TransformerEngine, because it needs an attention that reports its largest "
+                f"score, which no fused attention here does. Remove {flag}; --qk-layernorm also keeps "
+                "scores small."
             )
 
 
@@ -122,10 +122,10 @@ def fused_attention(
     attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
 ) -> Tensor:
-    """Call ``ops.attention``; for unsupported cases call upstream's forward and log the reason.
+    """Call ``ops.attention``; in unsupported cases, call upstream's forward and log the reason.
 
-    Queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` give ``[sq, b, n * d]``; packed sequences
-    ``[tq, n, d]`` and ``[tk, g, d]`` give ``[tq, n * d]``.
+    Queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` yield ``[sq, b, n * d]``; packed sequences
+    ``[tq, n, d]`` and ``[tk, g, d]`` yield ``[tq, n * d]``.
     """
     if _unfused_asked_for(self.config) or _falls_back(self, attention_bias, packed_seq_params):
         return original(
@@ -157,13 +157,15 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
     _refuse_cut_batch(self, packed_seq_params)
     reason = None
     if attention_bias is not None:
-        reason = "attention_bias is given"
+        reason = "attention_bias was given"
     elif packed_seq_params is not None and not _means_something(packed_seq_params):
-        reason = f"packed sequences of format {packed_seq_params.qkv_format}"
+        reason = f"the packed sequences have the format {packed_seq_params.qkv_format}"
     if reason is None:
         return False
     if self.config.context_parallel_size > 1:
-        raise NotImplementedError(f"context parallelism with {reason}: upstream's forward would ignore it")
+        raise NotImplementedError(
+            f"context parallelism is not supported if {reason}, because upstream's forward would ignore it"
+        )
     report_fallback("attention", reason)
     return True
 
@@ -186,9 +188,9 @@ def _refuse_cut_batch(self: Any, packed_seq_params: Any) -> None:
     cp_group = getattr(packed_seq_params, "cp_group", None)  # since 0.16
     if self.layer_options.cp_comm_type is None and cp_group is not None and cp_group.size() > 1:
         raise UsageError(
-            f"PackedSeqParams have a cp_group of {cp_group.size()} ranks, but context_parallel_size is 1",
-            "full sequences on each rank, or a configuration with the matching context-parallel size",
-            "Set context_parallel_size in the configuration.",
+            f"PackedSeqParams has a cp_group of {cp_group.size()} ranks, but context_parallel_size is 1; "
+            "the two must match, or each rank must have full sequences. Set context_parallel_size in the "
+            "configuration."
         )
 
 
@@ -204,7 +206,7 @@ def _call(self: Any, attn_mask_type: Any, query: Tensor) -> CoreAttentionCall:
 
 
 def _sink(self: Any, query: Tensor) -> Tensor | None:
-    """Return the offset of ``--softmax-type off-by-one|learnable`` (since 0.15), ``[n]``."""
+    """Return the offset ``[n]`` of ``--softmax-type off-by-one|learnable`` (since 0.15)."""
     offset: Tensor | None = getattr(self, "softmax_offset", None)
     if offset is not None and offset.device != query.device:
         offset = self.softmax_offset = offset.to(query.device)  # the zeros of 0.15 are made on the host

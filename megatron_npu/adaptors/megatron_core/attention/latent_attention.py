@@ -1,4 +1,4 @@
-"""Gradients of multi-latent attention on tensor-parallel ranks.
+"""Fix the gradients of multi-latent attention on tensor-parallel ranks.
 
 Patches ``megatron.core.transformer.multi_latent_attention`` and ``distributed.finalize_model_grads``.
 """
@@ -20,7 +20,7 @@ from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 class _SharedByAllHeads(torch.autograd.Function):
     """The keys of a rank's heads, whose last columns are the same in all heads on all ranks.
 
-    Its backward pass returns gradients of these columns whose sum over the rank's heads is that of all ranks.
+    The backward pass returns gradients of these columns whose sum over the rank's heads is that of all ranks.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _SharedByAllHeads(torch.autograd.Function):
 def sum_gradients_of_the_shared_key(
     original: Callable[..., tuple[Tensor, ...]], self: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """Return queries, keys and values as upstream does; the keys are ``[..., heads, d]``."""
+    """Return queries, keys and values as upstream's function does; the keys are ``[..., heads, d]``."""
     from megatron.core import parallel_state
 
     query, key, *rest = original(self, *args, **kwargs)
@@ -83,7 +83,7 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide ``qk_layernorm``, which upstream takes for norms of single heads; ranks have different heads."""
+    """Hide ``qk_layernorm``, which upstream assumes to be norms of single heads; heads differ by rank."""
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)
         config.qk_layernorm = False

@@ -16,7 +16,7 @@ CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What ``DotProductAttention`` holds in addition to upstream's own attributes.
+    """The options that ``DotProductAttention`` has in addition to upstream's own attributes.
 
     Attributes:
         flags: the run's flags, with this layer's window.
@@ -38,8 +38,8 @@ class LayerOptions:
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     """Return the options of ``module``, which upstream's constructor has just initialized.
 
-    Flags (``--pre-tockens``, ``--next-tockens``) override ``config.window_size`` in the layers that have a
-    window. They do not apply to cross-attention, where the distance between positions of two different
+    The flags ``--pre-tockens`` and ``--next-tockens`` override ``config.window_size`` in the layers that have
+    a window. They do not apply to cross-attention, where the distance between positions of two different
     sequences has no meaning.
 
     Raises:
@@ -59,9 +59,9 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 
 
 def _has_window(module: Any) -> bool:
-    """Return True if a layer uses window attention, which ``--window-attn-skip-freq`` disables in some.
+    """Return True if a layer uses window attention, which ``--window-attn-skip-freq`` may disable.
 
-    megatron-core has had the flag since 0.15; for older versions the built-in trainer sets it in the config.
+    megatron-core has had the flag since 0.15; for older versions, the built-in trainer sets it in the config.
     """
     config = module.config
     skipped = getattr(config, "window_attn_skip_freq", getattr(config, "layers_with_window", None))
@@ -75,7 +75,7 @@ def _has_window(module: Any) -> bool:
 def flags_of(config: Any) -> AttentionFlags:
     """Return the fused-attention flags for a layer with this TransformerConfig.
 
-    The built-in trainer, or a program that builds its model from Python, sets ``config.attention_flags``; a
+    The built-in trainer, or a program that builds its model in Python, sets ``config.attention_flags``; a
     stock script has the flags among its arguments.
     """
     flags: AttentionFlags | None = getattr(config, "attention_flags", None)
@@ -86,13 +86,13 @@ def flags_of(config: Any) -> AttentionFlags:
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
-    """Return how the ranks share a layer's keys and values; None if the sequence is not partitioned.
+    """Return how the ranks share a layer's keys and values, or None if the sequence is not partitioned.
 
     Args:
-        config: the TransformerConfig. With ``hybrid_context_parallel`` (since 0.16) each batch says into how
-            many parts it is cut.
-        cp_comm_type: this layer's setting; None means p2p, as in TransformerEngine. ``a2a+p2p`` exchanges
-            heads among near ranks and keys among far ones.
+        config: the TransformerConfig. With ``hybrid_context_parallel`` (since 0.16), each batch specifies the
+            number of parts into which it is split.
+        cp_comm_type: the setting of this layer; None means p2p, as in TransformerEngine. ``a2a+p2p``
+            exchanges heads among near ranks and keys among far ranks.
 
     Raises:
         UsageError: the name is unknown; ``a2a`` or ``a2a+p2p`` is given for heads, or groups of heads, that
@@ -111,21 +111,19 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
         _check_heads(config, cp_comm_type, _near_ranks(config))
         return "a2a+p2p"
     raise UsageError(
-        f"--cp-comm-type {cp_comm_type}",
-        "p2p, all_gather, a2a or a2a+p2p",
-        "Pass one of these, or one per layer.",
+        f"--cp-comm-type must be p2p, all_gather, a2a or a2a+p2p, but got {cp_comm_type}. Pass one of "
+        "these, or one per layer."
     )
 
 
 def _near_ranks(config: Any) -> int:
-    """Return how many ranks exchange heads with each other."""
+    """Return the number of ranks that exchange heads with each other."""
     sizes: Sequence[int] = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
     if len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
         raise UsageError(
-            f"--cp-comm-type a2a+p2p, context-parallel size {config.context_parallel_size}, "
-            f"hierarchical sizes {list(sizes)}",
-            "two sizes whose product is the context-parallel size",
-            "Pass --hierarchical-context-parallel-sizes NEAR FAR.",
+            "--cp-comm-type a2a+p2p requires two hierarchical sizes whose product is the context-parallel "
+            f"size, {config.context_parallel_size}, but got {list(sizes)}. Pass "
+            "--hierarchical-context-parallel-sizes NEAR FAR."
         )
     return sizes[0]
 
@@ -135,8 +133,7 @@ def _check_heads(config: Any, cp_comm_type: str, ranks: int) -> None:
     groups = config.num_query_groups or config.num_attention_heads
     if groups % size:
         raise UsageError(
-            f"--cp-comm-type {cp_comm_type} with {groups} key heads on {size} ranks",
-            "a number of key heads that is a multiple of the tensor-parallel size times the number of ranks "
-            "that exchange heads",
-            "Use --cp-comm-type all_gather.",
+            f"--cp-comm-type {cp_comm_type} requires the number of key heads, {groups}, to be a multiple of "
+            f"{size}, the tensor-parallel size times the number of ranks that exchange heads. Use "
+            "--cp-comm-type all_gather."
         )

@@ -1,4 +1,4 @@
-"""``megatron.core.models.common.embeddings.rope_utils``: rotary embedding, fused and unfused."""
+"""Patches for ``megatron.core.models.common.embeddings.rope_utils``: fused and unfused rotary embedding."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def apply_rotary_either_way(
     mla_output_remove_interleaving: bool = False,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """Rotate like ``_apply_rotary_pos_emb_bshd`` of 0.20, which can also rotate back.
+    """Rotate like ``_apply_rotary_pos_emb_bshd`` in 0.20, which can also rotate back.
 
     Args:
         t: ``[s, b, n, d]``, or ``[s, b, d]``.
         freqs: ``[s, 1, 1, r]``.
         inverse: whether to rotate by the negative angles.
-        mla_output_remove_interleaving: return ``t`` in its original order, in which pairs are interleaved.
+        mla_output_remove_interleaving: whether to return ``t`` in its original order, in which pairs are
+            interleaved.
     """
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     headless = freqs.dim() == t.dim() + 1 and freqs.size(-2) == 1
@@ -67,7 +68,7 @@ def apply_rotary_with_either_name(
     mscale: float = 1.0,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """Rotate like ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed its argument and accepts both names."""
+    """Rotate like ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed an argument and accepts both names."""
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     return _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, latent, mscale)
 
@@ -105,7 +106,7 @@ def fused_apply_rotary_pos_emb_thd(
     """Replace TransformerEngine's function for packed sequences ``[t, n, d]`` with boundaries ``[b + 1]``.
 
     Args:
-        interleaved: ``--rotary-interleaved``, which 0.17 and newer pass on.
+        interleaved: the value of ``--rotary-interleaved``, which 0.17 and newer pass.
     """
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 

@@ -1,4 +1,4 @@
-"""``megatron.core.fusions.fused_softmax``: for attention that cannot take the fused path."""
+"""Patches for ``megatron.core.fusions.fused_softmax``, used by attention that cannot use the fused path."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``--experimental-attention-variant dsa``: attention over the selected keys in one call.
+"""Support for ``--experimental-attention-variant dsa``: attention to the selected keys in one call.
 
 Patches ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
-latent key. Older versions, and newer ones without weight absorption, have a key for every head, which
-``npu_sparse_flash_attention`` does not support: this is logged. The indexer and its loss remain upstream's.
+latent key. Older versions, and newer versions without weight absorption, have a key for every head, which
+``npu_sparse_flash_attention`` does not support; this is logged. The indexer and its loss remain upstream's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def attend_to_chosen_keys(
     "because users may expect it; upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Log once why keys that were not selected are read as well."""
+    """Log once the reason why keys that were not selected are read as well."""
     dispatch.report_fallback(
         "sparse attention",
         "npu_sparse_flash_attention supports one latent key for all heads, whose first channels are the "
@@ -100,7 +100,9 @@ watch(
     f"{_DSA}.dsa:compute_dsa_indexer_loss",
     devices=("npu",),
     versions=">=0.16",
-    why="it reads all scores of the indexer, of which npu_lightning_indexer returns only the selected ones; "
-    "for npu_sparse_lightning_indexer_grad_kl_loss the wheel documents neither the formula nor how "
-    "ranks that share heads sum their targets",
+    why=(
+        "the indexer's loss reads all scores of the indexer, of which npu_lightning_indexer returns only "
+        "the selected ones; for npu_sparse_lightning_indexer_grad_kl_loss the wheel documents neither the"
+        " formula nor how ranks that share heads sum their targets"
+    ),
 )

@@ -1,5 +1,5 @@
-"""Fixes for upstream bugs that give wrong numbers; applied only with ``MEGATRON_NPU_BACKPORT=1``.
+"""Fixes for upstream bugs that cause incorrect numbers; applied only with ``MEGATRON_NPU_BACKPORT=1``.
 
-They change losses and gradients. Each states in ``versions`` which versions have the bug, and in ``until``
-the version and the number of the upstream fix.
+They change losses and gradients. Each fix states in ``versions`` which versions have the bug, and in
+``until`` the version and the number of the upstream fix.
 """

@@ -1,4 +1,7 @@
-"""``megatron.core.pipeline_parallel.schedules``: average over the tokens of all context-parallel ranks."""
+"""Patches for ``megatron.core.pipeline_parallel.schedules``: average over all parts' tokens.
+
+These are the tokens of all context-parallel ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fix modules with an explicit tensor-parallel group that still use the global one in some places.
+"""Fix modules with an explicit tensor-parallel group that still use the global group in some places.
 
 Patches ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same group,
 as in every stock script, nothing changes.
@@ -144,7 +144,7 @@ def specify_in_own_group(
 
 
 def _in_group(submodules: Any, groups: Any, told: Callable[..., Any]) -> Any:
-    """Return the spec of a CrossAttention with the group passed to its layers by ``told``."""
+    """Return the spec of a CrossAttention in which ``told`` passes the group to its layers."""
     if groups is None:
         return submodules
     layers = {name: told(getattr(submodules, name), tp_group=groups.tp) for name in ("linear_q", "linear_kv")}

@@ -25,7 +25,7 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
     "reduced",
 )
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
-    """Reduce a contiguous copy and return it; ``group`` exists since 0.13."""
+    """Reduce a contiguous copy and return it; the argument ``group`` exists since 0.13."""
     return original(input_.contiguous(), *group, **named)
 
 
@@ -61,7 +61,7 @@ def compute_loss_of_own_part(
         original: upstream's function.
         self: the model.
         labels: [b, s].
-        logits: [s, b, v], or this rank's part, [s, b, v / ranks]; or the factors of a fused output layer.
+        logits: [s, b, v], or this rank's part [s, b, v / ranks], or the factors of a fused output layer.
 
     Returns:
         [b, s].

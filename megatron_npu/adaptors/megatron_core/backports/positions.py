@@ -1,4 +1,4 @@
-"""Rotary positions: pass on two flags that upstream's scripts read but do not pass to their models."""
+"""Fix rotary positions: pass on two flags that upstream's scripts read but do not pass to their models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _factors = partial(
 
 
 def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Pass the script's factors to a model if the script has not done so."""
+    """Pass the script's factors to a model if the script itself has not passed them."""
     signature = inspect.signature(original)
     given = {**kwargs, **signature.bind_partial(self, *args).arguments}
     script = script_arguments()

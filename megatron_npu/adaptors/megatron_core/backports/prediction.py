@@ -1,9 +1,10 @@
-"""``megatron.core.transformer.multi_token_prediction``: average losses over a global batch's tokens.
+"""Patches for ``megatron.core.transformer.multi_token_prediction``: average over a global batch's tokens.
 
 The loss of an additional token covers fewer tokens than the main loss: the last tokens of each sequence have
-no such successor, and the mask is shifted along. A loss divided by the tokens of one micro-batch on one rank
-weights micro-batches equally, not tokens. The schedules below therefore read the masks of all micro-batches
-before the first one is computed, so that each loss can be divided by its own tokens of the global batch.
+no such successor, and the mask is shifted accordingly. A loss divided by the tokens of one micro-batch on one
+rank weights micro-batches equally, not tokens. The schedules below therefore read the masks of all
+micro-batches before the first one is computed, so that each loss can be divided by its own tokens of the
+global batch.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """Number of tokens of a global batch that count, for the main loss and for each additional token's."""
+    """The numbers of a global batch's tokens that count for the main loss and for each additional token's."""
 
     main: Tensor
     further: Sequence[Tensor]
 
 
 class Count(NamedTuple):
-    """Tokens in the mask that was last shifted by one: its own, and the number reported to the caller."""
+    """The tokens in the mask that was last shifted by one: its own, and the number reported to callers."""
 
     own: Tensor
     told: Tensor
@@ -62,11 +63,11 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its tokens of the global batch, times the main loss's tokens.
+    """Divide each loss by its tokens of the global batch, and multiply it by the main loss's tokens.
 
-    In the end every gradient is divided by the latter. If the tokens were not counted (the model is not run
+    In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main
-    loss's tokens, as up to 0.16. Without --calculate-per-token-loss it is divided by its tokens of the
+    loss's tokens, as up to 0.16. Without --calculate-per-token-loss, it is divided by its tokens of the
     micro-batch on all context-parallel ranks.
     """
     given = inspect.signature(original).bind(*args, **kwargs)
@@ -147,7 +148,7 @@ def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Co
     """Return the tokens of a global batch, and an iterator that yields its micro-batches again.
 
     This is a collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same
-    tokens: only ratios of the counts are used.
+    tokens, because only ratios of the counts are used.
     """
     from megatron.core import parallel_state
 
@@ -215,7 +216,7 @@ def note_tokens(
 @_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
 @_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
 def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Save the sum of the losses, and the number of tokens in it."""
+    """Save the sum of the losses, and the number of tokens that it covers."""
     layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
     last = _last.get()
     if layer is None or last is None:

@@ -1,8 +1,8 @@
-"""``megatron.core.transformer.moe.router``: the scale of auxiliary losses, and the z-loss in the log.
+"""Patches for ``megatron.core.transformer.moe.router``: auxiliary losses' scale, and the z-loss in the log.
 
-With --calculate-per-token-loss every gradient is divided by the number of tokens on all ranks, so an
+With --calculate-per-token-loss, every gradient is divided by the number of tokens on all ranks, so an
 auxiliary loss must be multiplied by the tokens of a micro-batch on all ranks of a tensor- and
-context-parallel group. Upstream multiplies by those of one rank (#5047), or of one sequence (#5798).
+context-parallel group. Upstream multiplies it by those of one rank (#5047), or of one sequence (#5798).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attach_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the loss and its coefficient, by which upstream divides it for the log.
+    """Scale the loss and its coefficient, by which upstream divides the loss for the log.
 
     Args:
         original: upstream's function.
@@ -116,7 +116,7 @@ _logged = partial(
 
 @_logged(versions=">=0.18,<0.19")
 def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Pass the group of ranks to average over."""
+    """Pass the group of ranks over which the loss is averaged."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     logits = original(self, *args, **kwargs)
@@ -127,7 +127,7 @@ def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs:
 
 @_logged(versions="<0.18")
 def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Pass the group of ranks to average over; up to 0.17 the log is a nested dict."""
+    """Pass the group of ranks over which the loss is averaged; up to 0.17, the log is a nested dict."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
@@ -141,7 +141,7 @@ def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any
 
 
 def _ranks(router: Any) -> int:
-    """Return the size of the router's tensor- and context-parallel group, which it has had since 0.13."""
+    """Return the size of the router's tensor- and context-parallel group, which exists since 0.13."""
     if hasattr(router, "tp_cp_group"):
         return router.tp_cp_group.size()
     from megatron.core import parallel_state
@@ -154,7 +154,7 @@ def _coefficient_times(router: Any, name: str, factor: int) -> Iterator[None]:
     """Multiply the coefficient ``name`` in the router's configuration by ``factor`` within the block.
 
     Upstream divides the loss by the coefficient again when it writes the log. Without
-    --calculate-per-token-loss nothing changes.
+    --calculate-per-token-loss, nothing changes.
     """
     config = router.config
     coefficient = getattr(config, name)

@@ -1,7 +1,7 @@
-"""``megatron.core.optimizer_param_scheduler``: fix an override that the loaded optimizer's rates undo.
+"""Patches for ``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer undoes.
 
-Parameter groups hold their maximum and minimum learning rates, and a checkpoint restores these. The schedule
-reads them first and uses its own values only for groups without any.
+Parameter groups contain their maximum and minimum learning rates, and a checkpoint restores these. The
+schedule reads them first and uses its own values only for groups that have none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _overridden = partial(
 def remember_rates(
     original: Callable[..., None], self: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Remember the groups' rates before a checkpoint overwrites them."""
+    """Store the groups' learning rates before a checkpoint overwrites them."""
     original(self, optimizer, *args, **kwargs)
     groups = getattr(optimizer, "param_groups", None) or []
     given = [{name: group[name] for name in _RATES if name in group} for group in groups]

@@ -1,4 +1,4 @@
-"""Checkpoint writer processes: they end with the training, and their failure does not make it hang.
+"""Make checkpoint writer processes end with the training, and prevent it from hanging if they fail.
 
 Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -32,9 +32,9 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 class ResultsFile:
     """A queue between a process and its children, kept in an unnamed file.
 
-    It has the methods that upstream uses of a multiprocessing manager's queue: ``put`` and ``get_nowait``.
-    Forked children share the file, and spawned ones receive it by pickle; nothing remains of it once the last
-    process ends, however it ends.
+    It has the methods of a multiprocessing manager's queue that upstream uses: ``put`` and ``get_nowait``.
+    Forked children share the file, and spawned children receive it by pickle. Nothing remains of it once the
+    last process ends, however it ends.
     """
 
     def __init__(self) -> None:
@@ -91,14 +91,16 @@ _queue = functools.partial(
     replace,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="its queue lives in a spawned process (270 MB), which outlives a killed training run and keeps its "
-    "output open; if interrupted while that process starts, the run hangs at its end",
+    why=(
+        "the writers' queue lives in a spawned process (270 MB), which outlives a killed training run and"
+        " keeps its output open; if interrupted while that process starts, the run hangs at its end"
+    ),
 )
 
 
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
-    """Return this process's queue, which needs no manager process."""
+    """Return this process's queue, which requires no manager process."""
     return _of_this_process()
 
 
@@ -113,7 +115,7 @@ _processes = functools.partial(
     f"{_WRITER}:FileSystemWriterAsync.write_preloaded_data_multiproc",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="it waits forever for a writer that was killed, for example by the out-of-memory killer",
+    why="upstream waits forever for a writer that was killed, for example by the out-of-memory killer",
 )
 
 
@@ -125,10 +127,10 @@ def write_in_processes(
 
     Args:
         transform_list: torch's transforms.
-        use_msc: whether a multi-storage client writes.
-        rank: rank of this process.
-        write_buckets: file, storage key and data of each bucket.
-        global_results_queue: queue for the results.
+        use_msc: whether a multi-storage client writes the files.
+        rank: the rank of this process.
+        write_buckets: the file, storage key and data of each bucket.
+        global_results_queue: the queue for the results.
     """
     keywords = {"use_msc": True} if use_msc else {}
     collecting = gc.isenabled()
@@ -153,10 +155,13 @@ def write_in_processes_without_client(
     versions="<0.14",  # whose writer of a whole checkpoint is one more process
     upstream_bug=True,
     until="0.14, which passes the error to all ranks",
-    why="if that process was killed, it reports 'results_queue should not be empty' with a traceback",
+    why=(
+        "if the writing process was killed, upstream reports 'results_queue should not be empty' with a "
+        "traceback"
+    ),
 )
 def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
-    """Return the writer's results, or raise an OSError that says what happened to its process.
+    """Return the writer's results, or raise an OSError that describes what happened to its process.
 
     Raises:
         OSError: the writing process was killed, or could not write.
@@ -166,7 +171,8 @@ def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
     except RuntimeError as error:
         if isinstance(error.__context__, queue.Empty):
             said = (
-                "the process that writes this rank's files exited without a message (SIGKILL, out of memory?)"
+                "the process that writes this rank's files exited without a message (it may have been "
+                "killed by SIGKILL because memory ran out)"
             )
             raise ChildProcessError(said) from error
         raise OSError(str(error)) from error
@@ -220,7 +226,7 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
 
 
 def _end_all(writers: list[tuple[Any, Connection]]) -> None:
-    """Kill the processes that are still writing: after Ctrl-C or an error their files are useless."""
+    """Kill the processes that are still writing: after Ctrl-C or an error, their files are useless."""
     for process, receiver in writers:
         if process.is_alive():
             process.kill()
@@ -237,24 +243,24 @@ def end_of(code: int) -> str:
 
 
 class _Sender:
-    """A queue for the result of upstream's writer that sends it over a connection."""
+    """A queue for the result of upstream's writer, which it sends over a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.put = connection.send
 
 
 class _Counter:
-    """A counter that upstream's writer requires, but for which no process waits."""
+    """A counter that upstream's writer requires, although no process waits for it."""
 
     def get(self) -> None:
-        """Do nothing; upstream would take one item."""
+        """Do nothing; upstream's counter would remove one item."""
 
     def task_done(self) -> None:
-        """Do nothing; upstream would mark one item as done."""
+        """Do nothing; upstream's counter would mark one item as done."""
 
 
 def end_with_parent() -> None:
-    """Make the kernel end this process when its parent ends. Linux only."""
+    """Make the kernel end this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""Checkpoints: old versions on newer torch, the persistent worker, changed expert parallelism.
+"""Fix checkpoints: old versions with newer torch, the persistent worker, changed expert parallelism.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
@@ -35,7 +35,7 @@ around(
     why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
 )
 def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the serialization format that 0.12 has always written."""
+    """Pass the serialization format that 0.12 has always used."""
     if "serialization_format" not in inspect.signature(original).parameters:
         return original
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -51,7 +51,7 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     "longer has",
 )
 def writer_with_metadata_path(original: Any) -> type:
-    """Add ``metadata_path`` to torch's writer, which newer torch no longer has and only this module needs."""
+    """Add ``metadata_path`` to torch's writer, which newer torch no longer has; only this module needs it."""
     if hasattr(original, "metadata_path"):
         return original
     return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
@@ -60,9 +60,11 @@ def writer_with_metadata_path(original: Any) -> type:
 @around(
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.schedule_async_call",
     devices=WITHOUT_CUDA,
-    why="it passes the training's own tensors to another process, which copies them to the host: on a cpu "
-    "nothing is copied, and the checkpoint gets the weights of later iterations; on an npu this needs "
-    "device memory shared between processes",
+    why=(
+        "upstream passes the training's own tensors to another process, which copies them to the host: on"
+        " a cpu nothing is copied, and the checkpoint gets the weights of later iterations; on an npu "
+        "this needs device memory shared between processes"
+    ),
 )
 def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
     """Copy the tensors to the host in this process, into memory that training does not write to."""
@@ -74,7 +76,7 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with its own memory; ``.cpu()`` returns a cpu tensor itself."""
+    """Return a copy with its own memory; ``.cpu()`` would return a cpu tensor itself."""
     return tensor.detach().clone()
 
 
@@ -100,7 +102,7 @@ def with_other_experts(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Skip other ranks' random states, as upstream does for TP and PP; reject other optimizer layouts."""
+    """Skip other ranks' random states, as upstream does for TP and PP, and reject other optimizer layouts."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
     if saved is not None and not args.finetune:
@@ -110,25 +112,31 @@ def with_other_experts(
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Raise a UsageError if only the checkpoint or only the run has a separate optimizer for experts."""
+    """Check that both the checkpoint and the run have a separate optimizer for experts, or neither has.
+
+    Raises:
+        UsageError: only one of them has such an optimizer.
+    """
     sizes = [getattr(each, "expert_model_parallel_size", 1) for each in (saved, args)]
     if not args.no_load_optim and (sizes[0] == 1) != (sizes[1] == 1):
         raise UsageError(
-            f"the checkpoint was saved with --expert-model-parallel-size {sizes[0]}, but this run has "
-            f"{sizes[1]}",
-            "the same size for the optimizer state, which upstream stores per expert-parallel layout",
-            "Add --no-load-optim --no-load-rng to load only the weights.",
+            f"the checkpoint was saved with --expert-model-parallel-size {sizes[0]}, but this run uses "
+            f"{sizes[1]}; the optimizer state can be loaded only with the same size, because upstream "
+            "stores it per expert-parallel layout. Add --no-load-optim --no-load-rng to load only the "
+            "weights."
         )
 
 
 def _skip_other_random_states(saved: argparse.Namespace, args: argparse.Namespace) -> None:
     if not args.no_load_rng and _count_random_states(saved) != _count_random_states(args):
-        logger.warning("the checkpoint has another expert-parallel size, so its random states are not loaded")
+        logger.warning(
+            "the checkpoint has a different expert-parallel size, so its random states are not loaded"
+        )
         args.no_load_rng = True
 
 
 def _count_random_states(args: argparse.Namespace) -> int:
-    """Return how many random states upstream saves for a model-parallel rank."""
+    """Return the number of random states that upstream saves for a model-parallel rank."""
     if getattr(args, "expert_model_parallel_size", 1) == 1:
         return 1
     return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)

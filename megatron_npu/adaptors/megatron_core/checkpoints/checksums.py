@@ -1,4 +1,4 @@
-"""Checksums of stock scripts' checkpoints: written on save, verified on load.
+"""Checksums for checkpoints of stock scripts, which are written on save and verified on load.
 
 Patches ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the format
 ``torch_dist`` are written together with upstream's metadata, which declares the files complete, and before
@@ -42,7 +42,7 @@ around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
 @watchdog.phase(watchdog.SAVING)
 def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Write checksums for what the script saves."""
+    """Write checksums for the files that the script saves."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -69,8 +69,8 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
     """Set the steps that later finish a script's asynchronous save, which is started within the block.
 
     Args:
-        verifies: whether to write the checksums here, because ``write_checksums`` does not.
-        retain: upstream's ``--save-retain-interval``.
+        verifies: whether to write the checksums here, because ``write_checksums`` does not write them.
+        retain: the value of upstream's ``--save-retain-interval``.
     """
     with of_scripts.beginning(root, place) as save:
 
@@ -98,7 +98,7 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
     "empty tracker",
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
-    """Rename the tracker once upstream has written it, before anything else learns of the checkpoint."""
+    """Rename the tracker once upstream has written it, before anything else can find the checkpoint."""
     finishing = _FINISHING.get()
     if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
         sum_up, name, publish = finishing
@@ -133,7 +133,7 @@ around(
 
 @around(
     "megatron.training.wandb_utils:on_save_checkpoint_success",
-    why="it uploads the tracker, which is renamed into place only a moment later",
+    why="upstream uploads the tracker, which is renamed into place only a moment later",
 )
 def log_when_named(
     original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any
@@ -149,7 +149,7 @@ def log_when_named(
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
 @watchdog.phase("loading")
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Verify checksums while the script loads; load an older intact checkpoint if the flag says so."""
+    """Verify checksums while the script loads; load an older intact checkpoint if the flag requests it."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -179,7 +179,7 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _of_ranks(root: str, step: int | None) -> Path | None:
-    """Return the checkpoint to verify; None if ``compare_checksums`` verifies it.
+    """Return the checkpoint to verify, or None if ``compare_checksums`` verifies it.
 
     Raises:
         UsageError: a file that the script reads earlier is damaged.
@@ -208,7 +208,7 @@ def _of_script() -> Iterator[bool]:
 def write_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Write checksums once all other files exist: at once, or when an asynchronous save is finalized."""
+    """Write checksums once all other files exist: immediately, or when an asynchronous save is finalized."""
     request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if _VERIFIES.get():
         if addresses.is_address(checkpoint_dir):
@@ -226,7 +226,7 @@ def write_checksums(
 def compare_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Verify checksums while loading; a checkpoint without any is loaded unverified."""
+    """Verify checksums while loading; a checkpoint that has none is loaded without verification."""
     sums = _VERIFIES.get() and not addresses.is_address(checkpoint_dir)
     with of_scripts.verifying(Path(checkpoint_dir) if sums else None):
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

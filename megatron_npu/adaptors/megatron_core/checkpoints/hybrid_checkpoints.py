@@ -1,4 +1,4 @@
-"""Load a hybrid model's checkpoint into a GPT; upstream's main branch supports only the reverse.
+"""Load a hybrid model's checkpoint into a GPT model; upstream's main branch supports only the reverse.
 
 Patches ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
 """
@@ -30,17 +30,16 @@ def accept_a_hybrid(
     ckpt_args: argparse.Namespace,
     model: Sequence[Any],
 ) -> tuple[Any, bool]:
-    """Return ``IntoGPT``, and whether to load the optimizer state, where upstream would raise an error."""
+    """Return ``IntoGPT`` where upstream would raise an error, and whether to load the optimizer state."""
     pattern = _pattern(ckpt_args)
     if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
         return original(args, ckpt_args, model)
     layers = hybrid_layers.layers_of_gpt(pattern)
     if layers != args.num_layers:
         raise UsageError(
-            f"--num-layers {args.num_layers} does not match the hybrid model's checkpoint with the pattern "
-            f"{pattern}",
-            f"--num-layers {layers}, because an attention and an MLP of the pattern form one GPT layer",
-            f"Pass --num-layers {layers}.",
+            f"--num-layers must be {layers} for the hybrid model's checkpoint with the pattern {pattern}, "
+            f"because an attention and an MLP of the pattern form one GPT layer, but got {args.num_layers}. "
+            f"Pass --num-layers {layers}."
         )
     load_optimizer = not args.no_load_optim and not getattr(ckpt_args, "no_save_optim", False)
     if load_optimizer:
@@ -53,14 +52,17 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Raise a UsageError if the optimizer state is stored in buckets, in the hybrid's parameter order."""
+    """Check that the optimizer state is not stored in buckets, in the hybrid's parameter order.
+
+    Raises:
+        UsageError: it is stored in buckets.
+    """
     named = getattr(ckpt_args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(ckpt_args, "use_distributed_optimizer", False) and not named:
         raise UsageError(
             "a hybrid model's checkpoint with the distributed optimizer's buckets cannot be loaded into a "
-            "GPT",
-            "a checkpoint that was saved with --dist-ckpt-optim-fully-reshardable",
-            "Save it again with that flag, or add --no-load-optim to load only the weights.",
+            "GPT; it must have been saved with --dist-ckpt-optim-fully-reshardable. Save it again with that "
+            "flag, or add --no-load-optim to load only the weights."
         )
 
 
@@ -72,7 +74,7 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
 def look_where_the_hybrid_has_it(
     original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
 ) -> None:
-    """Point a GPT's entries at the hybrid's if ``layer_maps`` is ``IntoGPT``."""
+    """Map a GPT's entries to those of the hybrid if ``layer_maps`` is ``IntoGPT``."""
     if isinstance(layer_maps, IntoGPT):
         hybrid_layers.point_at(sharded_state_dict)
     else:

@@ -1,4 +1,4 @@
-"""The persistent worker for asynchronous checkpoints: detect its death, and end it with the training.
+"""Detect the death of the persistent worker for asynchronous checkpoints, and end it with the training.
 
 Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -78,27 +78,29 @@ _WHY_NAMES = "at exit Python would complain about names that the worker has alre
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
 def make_queues(original: Callable[..., None], self: Any) -> None:
-    """Create the queues to the worker; their semaphores keep their names until it has opened them."""
+    """Create the queues to the worker; their semaphores keep their names until the worker has opened them."""
     with _names_may_go():
         original(self)
 
 
 @_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
 def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create the queues as ``make_queues`` does, and start the worker."""
+    """Create the queues in the same way as ``make_queues``, and start the worker."""
     with _names_may_go():
         return original(*args, **kwargs)
 
 
 @_mended(
     f"{_CALLER}.is_current_async_call_done",
-    why="it polls for the answer of a worker that may be dead: forever at the end of the run, and without "
-    "any message before",
+    why=(
+        "upstream polls for the answer of a worker that may be dead: forever at the end of the run, and "
+        "without any message before"
+    ),
 )
 def require_worker(
     original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
 ) -> bool:
-    """Check for the worker's answer; with ``blocking``, wait for it as long as the worker lives.
+    """Check for the worker's answer; with ``blocking``, wait for it as long as the worker is alive.
 
     Raises:
         RuntimeError: the worker has died, and the checkpoint is incomplete.
@@ -119,8 +121,10 @@ def require_worker(
 
 @_mended(
     f"{_CALLER}.schedule_async_call",
-    why="it waits forever for a dead worker to copy the tensors (unless a patch copies them first), and a "
-    "training run that fails waits forever for its worker (up to 0.16)",
+    why=(
+        "upstream waits forever for a dead worker to copy the tensors (unless a patch copies them first),"
+        " and a training run that fails waits forever for its worker (up to 0.16)"
+    ),
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
@@ -138,9 +142,9 @@ def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any
         raise _error(self)
 
 
-@_mended(f"{_CALLER}.close", why="it waits forever for a dead worker to exit")
+@_mended(f"{_CALLER}.close", why="upstream waits forever for a dead worker to exit")
 def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Close the worker; discard a dead one, whose lost checkpoint, if any, has already been reported."""
+    """Close the worker; discard a dead worker, whose lost checkpoint, if any, has already been reported."""
     if _is_dead(self):
         return _forget(self)
     if self.process is None:  # which upstream only logs, with a rank that there may not be any more
@@ -151,7 +155,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """Within the block, let ``join`` on the queues to a worker return if the worker is dead."""
+    """Within the block, make ``join`` on the queues to a worker return if the worker is dead."""
     over = threading.Event()
 
     def release() -> None:
@@ -172,7 +176,7 @@ def _waiting_for_living(caller: Any) -> Iterator[None]:
 
 
 def _kill(caller: Any, owner: int) -> None:
-    """Kill a worker that the training has not closed: what it writes would never be finalized."""
+    """Kill a worker that the training has not closed, because what it writes would never be finalized."""
     if os.getpid() == owner and caller.process is not None:
         caller.process.kill()
         caller.process.join()
@@ -180,7 +184,7 @@ def _kill(caller: Any, owner: int) -> None:
 
 
 def _forget(caller: Any) -> None:
-    """Remove the worker from the caller and, since 0.17, from its class."""
+    """Remove the worker from the caller and, since 0.17, also from its class."""
     _leave_content(caller)
     caller.process = None
     for name in _OF_CLASS:
@@ -189,7 +193,7 @@ def _forget(caller: Any) -> None:
 
 
 def _leave_content(caller: Any) -> None:
-    """Let this process exit even if items in the queues to the worker are never read."""
+    """Allow this process to exit even if items in the queues to the worker are never read."""
     for each in _queues(caller, _OUTGOING):
         each.cancel_join_thread()
 
@@ -209,6 +213,6 @@ def _error(caller: Any) -> RuntimeError:
     _leave_content(caller)
     return RuntimeError(
         "the persistent process that writes checkpoints (--use-persistent-ckpt-worker, process "
-        f"{process.pid}) {end_of(process.exitcode)}: its checkpoint is incomplete. Start the run again with "
-        "--load to resume from the newest complete checkpoint"
+        f"{process.pid}) {end_of(process.exitcode)}, so its checkpoint is incomplete. Start the run again "
+        "with --load to resume from the newest complete checkpoint"
     )

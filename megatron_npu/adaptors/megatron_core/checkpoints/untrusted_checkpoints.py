@@ -1,7 +1,7 @@
 """Load untrusted checkpoints without executing code, and reject others with a one-line error.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
-controls what torch's own reader may unpickle for them.
+controls what torch's own reader may unpickle for these checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Let torch load only data within the block, and report what it has rejected, without a traceback."""
+    """Make torch load only data within the block, and report what it has rejected without a traceback."""
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return
@@ -56,7 +56,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Report which file that the block reads is truncated or damaged, without a traceback."""
+    """Report which of the files that the block reads is truncated or damaged, without a traceback."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -69,7 +69,7 @@ def _whole(what: str) -> Iterator[None]:
 
 
 def _torn(error: BaseException) -> str:
-    """Return one line that says what is wrong with a file; empty if the error has another cause."""
+    """Return one line that describes the problem of a file; empty if the error has another cause."""
     failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
     for each in failures:
         line = (str(each).strip() or type(each).__name__).partition("\n")[0]
@@ -80,12 +80,14 @@ def _torn(error: BaseException) -> str:
 
 
 def _failures(error: BaseException) -> list[Any]:
-    """Return the errors of all ranks that one of torch's errors holds, or the error itself."""
+    """Return the errors of all ranks that one of torch's errors contains, or the error itself."""
     return list(getattr(error, "failures", {}).values()) or [error]
 
 
 def _broken(what: str | Path, why: str) -> UsageError:
-    return UsageError(f"{what} cannot be read: {why[:1000]}", "files as they were saved", of_scripts.REMEDY)
+    return UsageError(
+        f"{what} cannot be read: {why[:1000]}. Its files must be as they were saved. {of_scripts.REMEDY}"
+    )
 
 
 _common_data = partial(
@@ -151,7 +153,7 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Read only tensors, numbers and arguments, never code; report what is wrong with a bad file."""
+    """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
     if load_dir and not getattr(args, "non_persistent_ckpt_type", None):  # which may be newer, elsewhere
         _require_described(Path(load_dir), args.ckpt_step)
     with _whole(f"the checkpoint in {load_dir}"), _data_only(f"the checkpoint in {load_dir}"):
@@ -180,15 +182,13 @@ def _require_described(root: Path, step: int | None) -> None:
     if place is None:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()[:80]
         raise UsageError(
-            f"{tracker} contains {text!r}",
-            "an iteration number, or `release`",
-            "Write the iteration of a complete checkpoint into the file.",
+            f"{tracker} must contain an iteration number or `release`, but it contains {text!r}. Write the "
+            "iteration of a complete checkpoint into the file."
         )
     if not place.is_dir():
         raise UsageError(
-            f"the checkpoint {place} does not exist",
-            "an existing checkpoint, selected by --ckpt-step or the tracker",
-            of_scripts.REMEDY,
+            f"the checkpoint {place} does not exist, although --ckpt-step or the tracker selects it. "
+            f"{of_scripts.REMEDY}"
         )
     description = place / "metadata.json"
     try:

@@ -1,1 +1,1 @@
-"""Datasets, batches and tokenizers."""
+"""Datasets, batches and tokenizers of megatron-core."""

@@ -1,4 +1,4 @@
-"""Dataset splits without documents: skip them if unused, and raise an error if used.
+"""Handle dataset splits without documents: skip them if they are unused, and raise an error otherwise.
 
 Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -16,15 +16,15 @@ _IN_WORDS = {"train": "training", "valid": "validation", "test": "the test at th
 
 
 class Part(NamedTuple):
-    """The arguments that upstream passes to the class of a split's dataset, in order.
+    """The arguments that upstream passes to the dataset class of a split, in order.
 
     Attributes:
         source: the opened data.
-        prefix: path prefix of its files; None for generated data.
-        documents: indices of the split's documents; None if an existing index holds them.
-        size: number of samples requested; None means one pass over the data.
+        prefix: the path prefix of its files; None for generated data.
+        documents: the indices of the split's documents; None if an existing index contains them.
+        size: the number of samples requested; None means one pass over the data.
         split: upstream's enumerator ``train``, ``valid`` or ``test``.
-        config: the dataset's configuration; its ``split`` is the flag's value.
+        config: the dataset's configuration; its ``split`` is the value of the flag.
     """
 
     source: Any
@@ -87,17 +87,16 @@ def _is_read(part: Part) -> bool:
 
 
 def _refuse(part: Part, documents: int) -> None:
-    """Report which part of the split is empty, and what to do.
+    """Report which part of the split is empty, and how to fix this.
 
     Raises:
         UsageError: always.
     """
     alone = part.split.name == "train" or script_arguments() is None
     raise UsageError(
-        f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} "
-        f"for {_IN_WORDS[part.split.name]}",
-        "at least one document in each split that is used",
-        "Provide more documents or another split" + ("." if alone else ", or --eval-iters 0."),
+        f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} for "
+        f"{_IN_WORDS[part.split.name]}, but each split that is used must have at least one. Provide more "
+        "documents or another split" + ("." if alone else ", or pass --eval-iters 0.")
     )
 
 

@@ -1,6 +1,7 @@
-"""``megatron.core.datasets``: load cached indices without pickle, and rebuild damaged ones.
+"""Patches for ``megatron.core.datasets``: load cached indices without pickle, and rebuild damaged ones.
 
-Also ``megatron.legacy.data``, in the Megatron-LM trees that have it: its indices are read without pickle.
+Also patches ``megatron.legacy.data`` in the Megatron-LM trees that have it: its indices are read without
+pickle.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ for _module in ("gpt_dataset", "blended_dataset", "masked_dataset"):
         f"megatron.core.datasets.{_module}:safe_numpy_load",
         safe_numpy.load,
         versions=">=0.19",
-        why="it reads index files instead of numpy, unpickles tensors from them, and a truncated file ends "
-        "the training",
+        why=(
+            "upstream's reader, used instead of numpy for index files, unpickles tensors from them, and a"
+            " truncated file ends the training"
+        ),
     )
 # ICT, REALM's retriever and T5 of --use-legacy-models
 for _module in ("dataset_utils", "biencoder_dataset_utils", "realm_dataset_utils"):
@@ -74,7 +77,7 @@ _PART = 1 << 20  # entries that are looked at together
     until=NOT_FIXED,
 )
 def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check what was cached, and rebuild it if it cannot be correct."""
+    """Check the cached indices, and rebuild them if they cannot be correct."""
     return _sound(lambda: original(self), lambda indices: _check_gpt(self, *indices))
 
 
@@ -85,7 +88,7 @@ def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
     until=NOT_FIXED,
 )
 def sound_blending_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check what was cached, and rebuild it if it cannot be correct."""
+    """Check the cached indices, and rebuild them if they cannot be correct."""
     return _sound(lambda: original(self), lambda indices: _check_blend(self, *indices))
 
 
@@ -103,9 +106,8 @@ def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kw
 def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
     """Return the indices that upstream builds or reads; delete and rebuild a damaged cache.
 
-    On a machine that does not see the files of rank 0, one of its ranks builds them again.
-
-    Only the first rank checks the indices: upstream lets it finish before the others read.
+    On a machine that does not see the files of rank 0, one of its ranks builds them again. Only the first
+    rank checks the indices, because upstream waits for it before the other ranks read them.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -129,10 +131,9 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
 def _unseen(file: Path) -> UsageError:
     """Return the error for a rank that does not see a file that rank 0 has written."""
     return UsageError(
-        f"{file} on {platform.node()} (rank {dist.get_rank()}): rank 0 wrote this file, but it is not "
-        "visible here",
-        "a folder for dataset indices that is shared by all machines",
-        "Pass a shared folder with --data-cache-path, or copy the files from rank 0's machine.",
+        f"{file}, which rank 0 wrote, is not visible on {platform.node()} (rank {dist.get_rank()}); the "
+        "folder for dataset indices must be shared by all machines. Pass a shared folder with "
+        "--data-cache-path, or copy the files from rank 0's machine."
     )
 
 
@@ -142,7 +143,8 @@ def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> Non
     Args:
         dataset: the dataset; its ``indices`` are the documents of its split.
         documents: [documents of all epochs], each the index of a document.
-        samples: [samples + 1, 2], where each sample begins: index into ``documents``, token in the document.
+        samples: [samples + 1, 2], where each sample begins: the index into ``documents``, and the token in
+            that document.
         shuffled: [samples], each the index of a sample.
 
     Raises:

@@ -1,4 +1,7 @@
-"""``megatron.core.datasets.indexed_dataset``: read older Megatron's ``lazy`` and ``cached`` indices."""
+"""Patches for ``megatron.core.datasets.indexed_dataset``: read ``lazy`` and ``cached`` indices.
+
+Older versions of Megatron wrote these.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from megatron_npu.safe_files import lazy_index
 
 @around(
     "megatron.core.datasets.indexed_dataset:_IndexReader.__init__",
-    why="it rejects the header of datasets created with --dataset-impl lazy or cached, which Megatron-LM "
-    "wrote until 2023",
+    why=(
+        "upstream rejects the header of datasets created with --dataset-impl lazy or cached, which "
+        "Megatron-LM wrote until 2023"
+    ),
 )
 def read_either(original: Callable[..., None], self: Any, idx_path: str, *args: Any, **kwargs: Any) -> None:
     """Read a ``lazy`` or ``cached`` index as the equivalent index in the current format."""

@@ -1,6 +1,6 @@
-"""Batches of packed sequences under context parallelism.
+"""Support for batches of packed sequences under context parallelism.
 
-Patches ``megatron.core``'s ``utils``, ``datasets.data_schedule`` and ``packed_seq_params``.
+Patches ``utils``, ``datasets.data_schedule`` and ``packed_seq_params`` of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WHOLE = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}  # 
     "megatron.core.utils:get_thd_batch_on_this_cp_rank",
     versions=">=0.16,<0.18",
     condition=transformer_engine_present,
-    why="it asks TransformerEngine which tokens of packed sequences a context-parallel rank has",
+    why="upstream asks TransformerEngine which tokens of packed sequences a context-parallel rank has",
 )
 def cut_packed_batch(
     original: Callable[..., tuple[dict[str, Any], Any]],
@@ -32,7 +32,7 @@ def cut_packed_batch(
     cp_size: int | None = None,
     cp_rank: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Let upstream describe the whole batch of ``[1, t]`` tensors, then cut it to this rank's tokens."""
+    """Let upstream describe the whole batch of ``[1, t]`` tensors, then reduce it to this rank's tokens."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
@@ -55,7 +55,7 @@ def cut_packed_batch(
     until=NOT_FIXED,
 )
 def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
-    """Reshape each sequence ``[s]`` to a batch ``[1, s]``, with bounds that make it a single sequence."""
+    """Reshape each sequence ``[s]`` to a batch ``[1, s]``, with boundaries that make it a single sequence."""
     samples, groups = original(self)
     for sample in (samples or {}).values():
         for name, values in sample.items():
@@ -76,7 +76,7 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
-    """Mark a sequence that one rank holds whole as ``sbhd``, like 0.16 and 0.17; packed ones stay packed."""
+    """Mark a sequence that one rank holds completely as ``sbhd``, as in 0.16 and 0.17; others stay packed."""
     original(self)
     if self.qkv_format == "thd" and self.local_cp_size is not None and self.cu_seqlens_q.numel() == 2:
         self.qkv_format = "sbhd"

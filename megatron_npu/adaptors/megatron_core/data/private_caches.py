@@ -1,4 +1,4 @@
-"""Index caches on disks that machines do not share: built once on each, as rank 0 builds them.
+"""Support for index caches on disks that machines do not share, which are built once on each machine.
 
 Upstream builds an index only on rank 0. The other ranks open its files, which other machines do not have.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_npu.base import files
 from megatron_npu.base.replaced import Replaced
 from megatron_npu.checkpoint_files import shared_folder
 
@@ -36,7 +37,7 @@ def read(build: Callable[[], Any]) -> Any:
     file.parent.mkdir(parents=True, exist_ok=True)
     if shared_folder.becomes_true(file.parent, file.is_file):  # a network has brought it
         return build()
-    with open(file.parent / _LOCK, "wb") as stream:
+    with open(file.parent / _LOCK, "ab", opener=files.own_opener) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # where there are no locks, ranks write the same files
         try:
             return build()

@@ -1,6 +1,6 @@
-"""Methods that generation needs from GPT-2's and BERT's tokenizers, and their files.
+"""Methods that generation requires from the tokenizers of GPT-2 and BERT, and the files of tokenizers.
 
-Patches ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, of
+Patches ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, in
 ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
 """
 
@@ -17,8 +17,8 @@ from megatron_npu.base.errors import UsageError
 
 _TOKENIZER = "megatron.core.datasets.megatron_tokenizer"
 _NO_METHOD = (
-    "GPT-2's and BERT's tokenizers lack this method, which the text-generation server calls for "
-    "every answer, so it returns HTTP 500"
+    "GPT-2's and BERT's tokenizers lack this method, which the text-generation server calls for every"
+    " answer, so the server returns HTTP 500"
 )
 
 
@@ -39,8 +39,8 @@ _NO_METHOD = (
 def offsets(self: Any, ids: list[int], text: str) -> list[int]:
     """Return the position of each of ``ids`` in the detokenized ``text``.
 
-    A token that continues a multi-byte character begins where that character does, as with tiktoken. Used for
-    tokenizers that have no such method.
+    A token that continues a multi-byte character begins where that character begins, as with tiktoken. This
+    is used for tokenizers that have no such method.
 
     Raises:
         NotImplementedError: the tokenizer cannot detokenize either.
@@ -57,13 +57,15 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
     versions=">=0.17",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="the tokenizers of Hugging Face, GPT-2 and BERT lack this method, which the text-generation server "
-    "calls for every answer, so it returns HTTP 500",
+    why=(
+        "the tokenizers of Hugging Face, GPT-2 and BERT lack this method, which the text-generation "
+        "server calls for every answer, so the server returns HTTP 500"
+    ),
 )
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
 ) -> list[int]:
-    """Compute the positions in the text if the library's tokenizer has no method for it."""
+    """Compute the positions from the text if the library's tokenizer has no method for this."""
     if hasattr(self._tokenizer, "offsets"):
         return original(self, ids, text)
     return offsets(self, ids, text)
@@ -81,36 +83,40 @@ def _common_length(start: str, text: str, known: int) -> int:
     versions=">=0.15,<0.17",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="GPT-2's tokenizer has no such token, and the inference engines compare it with each prompt's first "
-    "token: it raises NotImplementedError where they expect None",
+    why=(
+        "GPT-2's tokenizer has no such token, and the inference engines compare this token with each "
+        "prompt's first token: the tokenizer raises NotImplementedError where the engines expect None"
+    ),
 )
 def bos(self: Any) -> None:
-    """Return None: no token begins a text. Used for tokenizers that have no such property."""
+    """Return None, because no token begins a text. Used for tokenizers that have no such property."""
 
 
 @around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
     versions=">=0.15,<0.17",
-    why="it asks the Hugging Face hub for them regardless of the given files; without a network it prints "
-    "two tracebacks that do not say what to do",
+    why=(
+        "upstream asks the Hugging Face hub for the tokenizer's files regardless of the given files; "
+        "without a network it prints two tracebacks that do not say what to do"
+    ),
 )
 def name_the_flag(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Report which flag reads the files if the hub cannot be reached."""
+    """Report the flag that reads the files if the hub cannot be reached."""
     try:
         original(self, tokenizer_path, *args, **kwargs)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"--tokenizer-type {tokenizer_path}: {reason}",
-            "its Hugging Face files on this machine, or a network connection to download them",
-            "Add --legacy-tokenizer to read --vocab-file and --merge-file.",
+            f"--tokenizer-type {tokenizer_path} cannot be loaded: {reason}. Its Hugging Face files must be "
+            "on this machine, or a network connection is required to download them. Add --legacy-tokenizer "
+            "to read --vocab-file and --merge-file."
         ) from error
 
 
 class _Layout(NamedTuple):
-    """The file names that Transformers expects of a tokenizer, and its configuration."""
+    """The file names that Transformers expects for a tokenizer, and its configuration."""
 
     files: tuple[str, ...]
     config: dict[str, Any]
@@ -130,8 +136,10 @@ _LAYOUTS = {
 @around(
     "megatron.core.tokenizers.text.libraries.megatron_hf_tokenizer:MegatronHFTokenizer.__init__",
     versions=">=0.17",
-    why="it asks the Hugging Face hub for GPT-2's and BERT's tokenizers regardless of --vocab-file and "
-    "--merge-file, and the flag that read these files (--legacy-tokenizer) no longer exists",
+    why=(
+        "upstream asks the Hugging Face hub for GPT-2's and BERT's tokenizers regardless of --vocab-file "
+        "and --merge-file, and the flag that read these files (--legacy-tokenizer) no longer exists"
+    ),
 )
 def read_the_files(
     original: Callable[..., None],
@@ -157,9 +165,9 @@ def read_the_files(
         original(self, tokenizer_path, vocab_file, merges_file, **kwargs)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         raise UsageError(
-            f"--tokenizer-type {tokenizer_path}: {str(error).splitlines()[0]}",
-            "its files on this machine, or a network connection to download them",
-            "Pass --vocab-file, and for GPT-2 --merge-file.",
+            f"--tokenizer-type {tokenizer_path} cannot be loaded: {str(error).splitlines()[0]}. Its files "
+            "must be on this machine, or a network connection is required to download them. Pass "
+            "--vocab-file, and for GPT-2 --merge-file."
         ) from error
 
 
@@ -171,12 +179,13 @@ def _reader_of_folders() -> Callable[..., None]:
 
 
 def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
-    """Fill ``folder`` with what Transformers needs to load a tokenizer."""
+    """Fill ``folder`` with the files that Transformers requires to load a tokenizer."""
     for name, file in zip(layout.files, given, strict=True):
         if not file.is_file():
             flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
             raise UsageError(
-                f"{flag} {file}: the file does not exist", "a tokenizer's file", "Correct the path."
+                f"{flag} {file}: the file does not exist, but it must be a tokenizer's file. Correct the "
+                "path."
             )
         (folder / name).symlink_to(file.resolve())
     (folder / "tokenizer_config.json").write_text(json.dumps(layout.config), encoding="utf-8")
@@ -185,8 +194,10 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
 @around(
     "megatron.core.tokenizers.text.libraries.huggingface_tokenizer:HuggingFaceTokenizer.__init__",
     versions=">=0.15",
-    why="without the package transformers, its error is about a tokenizer's files, or about an undefined "
-    "name",
+    why=(
+        "without the package transformers, upstream's error is about a tokenizer's files, or about an "
+        "undefined name"
+    ),
 )
 def require_transformers(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
@@ -194,10 +205,9 @@ def require_transformers(
     """Raise a short error if the package transformers is not installed."""
     if installed("transformers") is None:
         raise UsageError(
-            f"the tokenizer {tokenizer_path} needs transformers, which is not installed",
-            "the package transformers, which reads it",
-            "Run: pip install transformers. Before 0.17, GPT-2's and BERT's are also read with "
-            "--legacy-tokenizer, from --vocab-file and --merge-file.",
+            f"the tokenizer {tokenizer_path} requires the package transformers, which is not installed. "
+            "Run: pip install transformers. Before 0.17, the tokenizers of GPT-2 and BERT can also be read "
+            "with --legacy-tokenizer, from --vocab-file and --merge-file."
         )
     original(self, tokenizer_path, *args, **kwargs)
 
@@ -207,13 +217,15 @@ def require_transformers(
     versions=">=0.15,<0.18",
     upstream_bug=True,
     until="0.18",
-    why="it copies the names of special tokens from Transformers, which since 5.0 has no "
-    "additional_special_tokens: T5's dataset raises an AttributeError when it looks for its sentinels",
+    why=(
+        "upstream copies the names of special tokens from Transformers, which since 5.0 has no "
+        "additional_special_tokens: T5's dataset raises an AttributeError when it looks for its sentinels"
+    ),
 )
 def keep_the_additional_tokens(
     original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
 ) -> int:
-    """Store the given tokens if Transformers does not expose them; return how many were new."""
+    """Store the given tokens if Transformers does not expose them; return the number of new tokens."""
     added = original(self, special_tokens_dict)
     if getattr(self, "additional_special_tokens", None) is None:
         self.additional_special_tokens = list(special_tokens_dict.get("additional_special_tokens") or [])

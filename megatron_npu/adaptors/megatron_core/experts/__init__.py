@@ -1,1 +1,1 @@
-"""Mixture of experts: router, permutation and grouped matmuls."""
+"""Mixture of experts: the router, permutation and grouped matmuls."""

@@ -1,6 +1,6 @@
-"""``--moe-router-fusion``: fused routing with a single gradient function, without TransformerEngine.
+"""Support for ``--moe-router-fusion`` without TransformerEngine: routing with a single gradient function.
 
-Patches ``moe.moe_utils``: the three functions that would call TransformerEngine's kernels.
+Patches the three functions in ``moe.moe_utils`` that would call TransformerEngine's kernels.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _fused = partial(
     around,
     versions=">=0.14",  # which has the flag
     condition=transformer_engine_present,
-    why="--moe-router-fusion needs TransformerEngine's kernels; without fusion, selection, weights and "
-    "their gradients take about 30 operations",
+    why=(
+        "--moe-router-fusion requires TransformerEngine's kernels; without fusion, the selection, the "
+        "weights and their gradients take about 30 operations"
+    ),
 )
 # What fused kernels have no place for: 0.16's replay, 0.17's dense results, 0.19's experts chosen before; in
 # upstream's order, behind ``fused``.
@@ -72,7 +74,7 @@ def route(
 
 
 def _is_given(value: Any) -> bool:
-    """Return True if an argument that may be a tensor is neither None nor False."""
+    """Return True if an argument, which may be a tensor, is neither None nor False."""
     return value is not None and value is not False
 
 

@@ -1,7 +1,8 @@
-"""``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP with this package's grouped linear layers.
+"""Support for ``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP with our grouped linear layers.
 
-Patches ``models.backends``, whose provider of local layers always gives sequential experts, whatever is
-requested. Upstream's class accepts any layers of its ``GroupedLinearFc1Interface`` and ``-Fc2Interface``.
+Patches ``models.backends``, whose provider of local layers always returns sequential experts, regardless of
+what is requested. Upstream's class accepts any layers with its ``GroupedLinearFc1Interface`` and
+``-Fc2Interface``.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from megatron_npu.ops.experts.grouped_matmul import grouped_linear
 
 
 class GroupedLinear(Module):
-    """One linear layer for each expert of this rank, computed as one grouped matmul.
+    """The linear layers of this rank's experts, computed as one grouped matmul.
 
     Its parameters are ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as in
     TransformerEngine. Upstream's parallel linear layers create them, so their sizes, initial values and marks
     match those of sequential experts, and so do their names in a sharded checkpoint.
 
     Args:
-        num_local_experts: number of experts on this rank.
-        input_size, output_size: sizes of one expert, over all expert-tensor-parallel ranks.
+        num_local_experts: the number of experts on this rank.
+        input_size, output_size: the sizes of one expert, over all expert-tensor-parallel ranks.
         config: the TransformerConfig.
         init_method: initializes a weight.
         bias: whether to create biases.
         skip_bias_add: whether to return the biases instead of adding them.
-        is_expert: for upstream's callers; always True.
-        tp_comm_buffer_name, name: for upstream's callers.
+        is_expert: accepted for upstream's callers; always True.
+        tp_comm_buffer_name, name: accepted for upstream's callers.
         pg_collection: the process groups.
     """
 
@@ -70,17 +71,17 @@ class GroupedLinear(Module):
         return ColumnParallelLinear(*sizes, gather_output=False, is_expert=True, tp_group=group, **options)
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """Map ``[t, i]``, sorted by expert, to ``[t, o]``; also return biases that were not added."""
+        """Map ``[t, i]``, sorted by expert, to ``[t, o]``; return biases that were not added too."""
         biases = self._each("bias") if self.use_bias else None
         added = None if self.skip_bias_add else biases
         output = grouped_linear(rows, self._each("weight"), tokens_per_expert, added)
         return output, biases if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Do nothing: the weight gradients are ready when the backward pass ends."""
+        """Do nothing, because the weight gradients are ready when the backward pass ends."""
 
     def get_extra_state(self) -> None:
-        """Return None: TransformerEngine's layers have a state, and upstream expects the method."""
+        """Return None; TransformerEngine's layers have an extra state, and upstream expects the method."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the state."""
@@ -94,8 +95,8 @@ class GroupedLinear(Module):
         """Describe each expert's parameters like those of sequential experts.
 
         Args:
-            prefix: prefix of the names.
-            sharded_offsets: position of this layer among the preceding dimensions.
+            prefix: the prefix of the names.
+            sharded_offsets: the position of this layer among the preceding dimensions.
             metadata: how the checkpoint is sharded; ``singleton_local_shards`` names each expert separately.
         """
         described = metadata or {}
@@ -132,7 +133,7 @@ class GroupedLinear(Module):
 
 
 def _without_extra_states(module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state that a sharded checkpoint has for every expert but the first."""
+    """Remove the extra state that a sharded checkpoint has for every expert except the first."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
         if name != f"{prefix}_extra_state":
             del state_dict[name]

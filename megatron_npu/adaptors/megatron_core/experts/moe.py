@@ -1,4 +1,4 @@
-"""``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
+"""Patches for ``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
 
 Patches ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
 the sequential experts of ``moe.experts``.
@@ -29,13 +29,15 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """Multiply ``[t, k]`` by ``[e, k, n]`` or, with ``trans_b``, ``[e, n, k]``; ``batch_sizes``: ``[e]``.
+    """Multiply ``[t, k]`` by ``[e, k, n]``, or by ``[e, n, k]`` with ``trans_b``.
+
+    ``batch_sizes`` is ``[e]``.
 
     Raises:
         NotImplementedError: ``trans_a`` is set, which megatron-core never does.
     """
     if trans_a:
-        raise NotImplementedError("grouped_gemm's trans_a")
+        raise NotImplementedError("grouped_gemm does not support trans_a")
     return grouped_matmul(a, b.transpose(1, 2) if trans_b else b, batch_sizes)
 
 
@@ -55,7 +57,10 @@ _router = partial(
     condition=transformer_engine_present,
     upstream_bug=True,
     until="0.17, which binds the name to None",
-    why="upstream compares a name with None that exists only if TransformerEngine is installed: NameError",
+    why=(
+        "upstream compares a name with None that exists only if TransformerEngine is installed, which "
+        "otherwise raises a NameError"
+    ),
 )
 
 
@@ -79,8 +84,10 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
     versions=">=0.15",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="if no ranks share an expert, autograd does not allow its output to be changed in place, but the "
-    "router's share of its bias is added in place: RuntimeError",
+    why=(
+        "if no ranks share an expert, autograd does not allow its output to be changed in place, but the "
+        "router's share of its bias is added in place, which raises a RuntimeError"
+    ),
 )
 def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
     """Make experts with biases return a copy of their output, so that it can be changed in place."""

@@ -1,9 +1,8 @@
-"""``--moe-permute-fusion``: sort tokens by expert, and back, in one call, without TransformerEngine.
+"""Support for ``--moe-permute-fusion`` without TransformerEngine: sort tokens by expert and back in one call.
 
 Patches ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
-switched off for its dispatcher, which then keeps the token counts on the host, where our other operations
-need them. The map of tokens to experts records the number of experts per token if it is the same for all
-tokens.
+disabled for its dispatcher, which then keeps the token counts on the host, where our other operations need
+them. The map of tokens to experts records the number of experts per token if it is the same for all tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ _ASKED, _COPIES = "megatron_npu_permute_fusion", "megatron_npu_copies"  # of a c
 _fused = partial(
     around,
     condition=transformer_engine_present,
-    why="--moe-permute-fusion needs TransformerEngine's kernels; without fusion, tokens are selected by a "
-    "mask twice, waiting for the device each time, and copies are summed where they collide",
+    why=(
+        "--moe-permute-fusion requires TransformerEngine's kernels; without fusion, tokens are selected "
+        "by a mask twice, waiting for the device each time, and copies are summed where they collide"
+    ),
 )
 
 
@@ -34,7 +35,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
     """Record the request, and make upstream use the unfused path.
 
     Raises:
-        FallbackForbiddenError: the fusion is not possible here, and strict mode is on.
+        FallbackForbiddenError: the fusion is not possible here, and strict mode is enabled.
     """
     asked = bool(self.moe_permute_fusion)
     self.moe_permute_fusion = False
@@ -43,7 +44,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
     if asked and self.num_moe_experts and self.moe_token_dispatcher_type != "alltoall":
         dispatch.report_fallback(
             "moe-permute-fusion",
-            f"with the dispatcher {self.moe_token_dispatcher_type}, tokens may have any number of experts "
+            f"with the dispatcher {self.moe_token_dispatcher_type}, a token may have any number of experts "
             "here",
             "is ignored",
             "Pass --moe-token-dispatcher-type alltoall",

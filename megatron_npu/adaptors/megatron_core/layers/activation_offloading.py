@@ -1,4 +1,4 @@
-"""``--fine-grained-activation-offloading`` for local layers and NPUs; before 0.16 all of it is ours.
+"""Support for ``--fine-grained-activation-offloading`` with local layers and NPUs; all ours before 0.16.
 
 Patches ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
 ``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
@@ -58,10 +58,12 @@ def stay_on_all_cores() -> None:
     "ChunkOffloadHandler._can_manage_tensor_for_offload",
     versions=">=0.19",
     devices=("npu",),
-    why="it handles only tensors on cuda: on an NPU nothing is moved, silently",
+    why=(
+        "upstream's offloading handles only tensors on cuda: on an NPU, nothing is moved, without any message"
+    ),
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Manage an NPU's tensors, except parameters, as upstream manages a GPU's."""
+    """Handle an NPU's tensors, except parameters, in the same way as upstream handles a GPU's."""
     if tensor.device.type == "npu":
         return not isinstance(tensor, torch.nn.Parameter)
     return original(tensor)
@@ -75,7 +77,10 @@ _parameters: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.Weak
     "megatron.core.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading",
     versions=">=0.16",
     devices=("npu",),
-    why="it marks parameters as not to be moved, but autograd returns other tensors that share their memory",
+    why=(
+        "upstream marks parameters as not to be moved, but autograd returns other tensors that share "
+        "their memory"
+    ),
 )
 def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     """Record the memory addresses of the parameters before each forward pass."""
@@ -88,8 +93,11 @@ def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     "ChunkOffloadHandler.tensor_need_offloading_checker",
     versions=">=0.16",
     devices=("npu",),
-    why="it would move, for every layer, what stays on the device anyway (weights, and the shared attention "
-    "mask of 4 MiB), so that a step would need more memory than without offloading",
+    why=(
+        "upstream's offloading would move, for every layer, what stays on the device anyway (weights, and"
+        " the shared attention mask of 4 MiB), so that a step would need more memory than without "
+        "offloading"
+    ),
 )
 def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
     """Do not move masks, which are the only boolean tensors, or tensors in a parameter's memory."""
@@ -103,7 +111,7 @@ def refuse_on_the_host(args: Namespace) -> None:
     """Reject the flag on the cpu device.
 
     Raises:
-        UsageError: the device is a cpu, where activations are already in host memory.
+        UsageError: the device is a cpu, whose activations are already in host memory.
     """
     if getattr(args, "fine_grained_activation_offloading", False):
         memory_flags.refuse_offloading_on_the_host()
@@ -111,9 +119,9 @@ def refuse_on_the_host(args: Namespace) -> None:
 
 @contextmanager
 def unseen_by_upstream(args: Namespace) -> Iterator[None]:
-    """Unset the flag while upstream validates, which accepts it only with TransformerEngine's layers.
+    """Unset the flag during upstream's validation, which accepts it only with TransformerEngine's layers.
 
-    Before 0.16 the flag is ours, and ``check_flags`` reads it.
+    Before 0.16, the flag is ours, and ``check_flags`` reads it.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -130,10 +138,10 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
 
 
 def options_of(config: Any) -> tuple[tuple[str, ...], int]:
-    """Return the modules to offload and the minimum tensor size, before 0.16; no modules without the flag.
+    """Return the modules to offload and the minimum tensor size before 0.16; no modules without the flag.
 
-    A stock script has both among its arguments; a program that builds its model from Python sets
-    ``offload_modules`` and ``min_offloaded_tensor_size`` on the configuration.
+    A stock script has both among its arguments; a program that builds its model in Python sets
+    ``offload_modules`` and ``min_offloaded_tensor_size`` in the configuration.
     """
     source = config if hasattr(config, "offload_modules") else script_arguments()
     modules = tuple(getattr(source, "offload_modules", None) or ())

@@ -1,6 +1,7 @@
-"""Fused element-wise functions: ``megatron.core.fusions``' bias_gelu, bias_geglu, bias_swiglu, bias_dropout.
+"""Patches for the fused element-wise functions in ``megatron.core.fusions``.
 
-Also ``megatron.core.jit``, whose ``jit_fuser`` compiles them upstream.
+These are bias_gelu, bias_geglu, bias_swiglu and bias_dropout. Also patches ``megatron.core.jit``, whose
+``jit_fuser`` compiles them upstream.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from megatron_npu.ops import activation, dropout
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
-_WHY_SWIGLU = "a chain of element-wise passes; on cuda upstream compiles it"
+_WHY_SWIGLU = "upstream makes a chain of element-wise passes; on cuda upstream compiles the function"
 
 constant(
     "megatron.core.fusions.fused_bias_gelu:bias_gelu_impl",
     activation.bias_gelu,
     condition=upstream_compiles,
-    why="eight element-wise passes, and a bias gradient summed in 16 bits; on cuda upstream compiles it",
+    why=(
+        "upstream makes eight element-wise passes and sums the bias gradient in 16 bits; on cuda upstream"
+        " compiles the function"
+    ),
 )
 
 
 @replace(
     "megatron.core.fusions.fused_bias_geglu:bias_geglu_impl",
     condition=upstream_compiles,
-    why="a chain of passes, and a bias gradient summed in 16 bits; on cuda upstream compiles it",
+    why=(
+        "upstream makes a chain of passes and sums the bias gradient in 16 bits; on cuda upstream "
+        "compiles the function"
+    ),
 )
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``."""
@@ -67,7 +74,10 @@ _bias_dropout_add = partial(
     replace,
     "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
     devices=WITHOUT_CUDA,
-    why="three passes and one random number per value; on cuda upstream compiles it",
+    why=(
+        "upstream makes three passes and draws one random number per value; on cuda upstream compiles the"
+        " function"
+    ),
 )
 
 
@@ -94,13 +104,15 @@ def bias_dropout_add_in_residual_dtype(
     "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
     devices=("cuda",),
     condition=upstream_compiles,
-    why="upstream compiles it and keeps a mask of one byte per value; our kernel draws the random numbers "
-    "again",
+    why=(
+        "upstream compiles the function and keeps a mask of one byte per value; our kernel draws the "
+        "random numbers again"
+    ),
 )
 def bias_dropout_add_in_training(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """Do what this version's ``_bias_dropout_add_func`` does in training."""
+    """Do the same as this version's ``_bias_dropout_add_func`` in training."""
     from megatron.core.fusions import fused_bias_dropout
 
     x, bias = x_with_bias
@@ -118,5 +130,5 @@ def bias_dropout_add_in_training(
     until="torch_npu's inductor compiles megatron-core's fusions",
 )
 def jit_fuser(function: Function) -> Function:
-    """Return the function uncompiled."""
+    """Return the function without compiling it."""
     return function

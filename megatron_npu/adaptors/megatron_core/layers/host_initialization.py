@@ -1,8 +1,9 @@
-"""Weights that upstream creates on the host on every device: positions, routers, plain linear layers.
+"""Support for weights that upstream creates on the host on every device.
 
-Patches ``models.common.embeddings``, ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a GPU
-these weights come from the host's generator, so with --use-cpu-initialization all of a model's do. On a cpu
-the default generator is the device's, and the same seed would give a different model.
+These are positions, routers and plain linear layers. Patches ``models.common.embeddings``,
+``transformer.moe.router`` and ``transformer.utils``. On an NPU or a GPU, these weights come from the host's
+generator, so with --use-cpu-initialization all weights of a model do. On a cpu, the default generator is the
+device's, and the same seed would produce a different model.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from megatron_npu.adaptors.megatron_core.decorators import around
 _on_cpu = partial(
     around,
     devices=("cpu",),
-    why="with --use-cpu-initialization it is drawn from the host's generator on an NPU or a GPU, and later "
-    "weights continue that sequence; on a cpu the default generator is the device's",
+    why=(
+        "with --use-cpu-initialization the embedding is drawn from the host's generator on an NPU or a "
+        "GPU, and later weights continue that sequence; on a cpu the default generator is the device's"
+    ),
 )
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
@@ -44,6 +47,6 @@ def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 @_on_cpu("megatron.core.models.common.embeddings.relative_pos_embedding:RelativePositionEmbedding.__init__")
 @_on_cpu("megatron.core.transformer.utils:get_linear_layer")
 def make_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create T5's relative positions, or a layer of BERT's heads, whose calls have no configuration."""
+    """Create T5's relative positions or a layer of BERT's heads, whose calls have no configuration."""
     with devices.current().host_rng():
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The GPT model that ``tasks/main.py`` builds: connects ``megatron.legacy.model`` (before 0.13)."""
+"""Replace the GPT model that ``tasks/main.py`` builds; patches ``megatron.legacy.model`` (before 0.13)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
 @wrap(
     "megatron.legacy.model:GPTModel",
     versions="<0.13",
-    why="tasks/main.py (LAMBADA, WIKITEXT103) always builds it, so that no checkpoint of pretrain_gpt.py, "
-    "whose models are megatron-core's, can be loaded",
+    why=(
+        "tasks/main.py (LAMBADA, WIKITEXT103) always builds this legacy model, so that no checkpoint of "
+        "pretrain_gpt.py, whose models are megatron-core's, can be loaded"
+    ),
     upstream_bug=True,
     until="0.13, which has no such tasks",
 )
@@ -20,7 +22,7 @@ def model_of_the_flags(original: type) -> type:
     """Build the same model as ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
-        """Upstream's legacy GPT model, or megatron-core's."""
+        """Either upstream's legacy GPT model or that of megatron-core."""
 
         def __new__(
             cls,
@@ -40,7 +42,7 @@ def model_of_the_flags(original: type) -> type:
 
 
 def _core_model(parallel_output: bool, pre_process: bool, post_process: bool) -> Any:
-    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, like the legacy model's.
+    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, like those of the legacy model.
 
     Args:
         parallel_output: whether each tensor-parallel rank keeps its part of the vocabulary.

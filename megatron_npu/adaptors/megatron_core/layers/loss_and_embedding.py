@@ -25,7 +25,7 @@ _cross_entropy = partial(
     replace,
     "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
     upstream_bug=True,
-    until="it is needed to save memory; the bug is in every version up to 0.19.2, #7464",
+    until="the patch is needed to save memory; the bug is in every version up to 0.19.2, #7464",
     why=_WHY
     + "; upstream smooths labels over one rank's part of the vocabulary, so that loss and gradient depend "
     "on the tensor-parallel size",
@@ -96,7 +96,7 @@ def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Tensor) -> Tensor:
     """Map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.
 
-    The ranks' parts are combined as upstream does; its deterministic mode keeps its own lookup.
+    The parts of the ranks are combined as in upstream; upstream's deterministic mode keeps its own lookup.
     """
     if self.deterministic_mode or _reads_otherwise(self):
         return original(self, input_)

@@ -18,14 +18,16 @@ from megatron_npu.ops import norm, residual_norm
     "and memory_efficient_layer_norm, for which it expects apex or TransformerEngine",
 )
 class Norm(torch.nn.Module):
-    """Layer norm or RMS norm, depending on ``config.normalization``; parameters as in ``torch.nn.LayerNorm``.
+    """Layer norm or RMS norm, depending on ``config.normalization``.
+
+    The parameters are those of ``torch.nn.LayerNorm``.
 
     Args:
         config: the TransformerConfig.
-        hidden_size: size of the last dimension.
+        hidden_size: the size of the last dimension.
         eps: added to the variance.
-        persist_layer_norm, zero_centered_gamma, normalization: for upstream's callers; as in upstream, the
-            values in ``config`` are used.
+        persist_layer_norm, zero_centered_gamma, normalization: accepted for upstream's callers; as in
+            upstream, the values in ``config`` are used.
 
     Raises:
         ValueError: the normalization is not supported.
@@ -44,7 +46,7 @@ class Norm(torch.nn.Module):
     ) -> None:
         super().__init__()
         if config.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization must be LayerNorm or RMSNorm, given {config.normalization}")
+            raise ValueError(f"normalization must be LayerNorm or RMSNorm, but got {config.normalization}")
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.memory_efficient = config.memory_efficient_layer_norm
@@ -66,7 +68,7 @@ class Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[..., h]``; an fp32 residual gives a result in the dtype of 16-bit weights."""
+        """Normalize ``[..., h]``; for an fp32 residual, the result has the dtype of 16-bit weights."""
         result = residual_norm.result_of(self, x)
         if result is not None:
             return result

@@ -1,8 +1,8 @@
 """Fuse the output layer and the loss, so that the logits of all tokens are never in memory at once.
 
-On a cpu this is faster and always done; elsewhere it saves memory and is enabled by
-``--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear``. Upstream's development branch has that
-value, no release up to 0.19 does.
+On a cpu, this is faster and always done. Elsewhere it saves memory and is enabled by
+``--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear``. Upstream's development branch supports
+that value, but no release up to 0.19 does.
 
 Patches ``models.gpt.gpt_model`` and ``models.common.language_module``: while a GPT computes a loss, its
 output layer returns its two factors instead of the logits, and the loss is computed from them.
@@ -32,12 +32,12 @@ _TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
-    """The factors whose product is the logits; passed instead of the logits to the loss.
+    """The factors whose product is the logits, which are passed to the loss instead of the logits.
 
     Attributes:
         layer: the output layer.
-        hidden: ``[s, b, h]``, ``[s / tp, b, h]`` under sequence parallelism.
-        weight: ``[v / tp, h]``, the layer's own or the embedding's.
+        hidden: ``[s, b, h]``, or ``[s / tp, b, h]`` under sequence parallelism.
+        weight: ``[v / tp, h]``, which is the layer's own or that of the embedding.
     """
 
     layer: Any
@@ -102,7 +102,7 @@ def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
     if layer._forward_hooks or layer._backward_hooks:  # 0.19's distillation has one
         return "a hook on the output layer receives the logits"
     if "forward" in vars(layer):  # somebody has put one around it, and expects to be asked
-        return "the output layer has its own forward"
+        return "the output layer has its own forward method"
     if layer.bias is not None:
         return "the output layer has a bias"
     if layer.gather_output or runtime_gather_output:
@@ -116,7 +116,7 @@ def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
 
 def _beyond_run(config: Any) -> str | None:
     if torch.is_autocast_enabled(devices.current().torch_device().type):
-        return "autocast chooses the dtype of the matmul"
+        return "autocast selects the dtype of the matmul"
     asking = (reason for flag, reason in _ASK_FOR_LOGITS.items() if getattr(config, flag, False))
     return next(asking, None)
 
@@ -167,7 +167,10 @@ def compute_language_model_loss(
 @around(
     "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts",
     versions=">=0.19",
-    why="it asks for the likeliest next token, but the full logits are never stored; it raised a TypeError",
+    why=(
+        "the tool asks for the likeliest next token, but the full logits are never stored, so it raised a"
+        " TypeError"
+    ),
 )
 def count_right_further_tokens(
     original: Callable[..., tuple[Tensor, Tensor]],
@@ -177,9 +180,9 @@ def count_right_further_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Count the additional tokens ``[b, s]`` whose most likely prediction is correct, and all of them.
+    """Count the additional tokens ``[b, s]`` whose most likely prediction is correct, and all such tokens.
 
-    The matmul is computed again (upstream has its result), in blocks of the sequence, so that it needs no
+    The matmul is computed again (upstream has its result), in blocks of the sequence, so that it requires no
     more memory than the loss.
     """
     if not isinstance(mtp_logits, Factors):

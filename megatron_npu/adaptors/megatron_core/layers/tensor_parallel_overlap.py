@@ -1,7 +1,7 @@
-"""``--tp-comm-overlap`` on an NPU: matmuls fused with communication, instead of TransformerEngine's buffers.
+"""Support for ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
 
-Patches ``tensor_parallel.layers`` and ``transformer.transformer_config`` of ``megatron.core``, and
-``megatron.training.initialize``.
+They are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
+``transformer.transformer_config`` of ``megatron.core``, and ``megatron.training.initialize``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) ->
 
 
 def _asked(layer: Any, kind: str) -> bool:
-    """Return True if overlap is requested for a layer; ``kind``: option for gathering or scattering."""
+    """Return True if overlap is requested for a layer; ``kind`` is the option for gathering or scattering."""
     config = layer.config
     return (
         config.tp_comm_overlap and getattr(config, kind) and layer.sequence_parallel and not layer.is_expert
@@ -64,10 +64,10 @@ def _asked(layer: Any, kind: str) -> bool:
 
 
 def _taken(layer: Any, weight: Tensor) -> bool:
-    """Return True if the operations support a layer; report it if they do not.
+    """Return True if the operations support a layer; otherwise, report this.
 
     Raises:
-        FallbackForbiddenError: the operations do not support the layer, and strict mode is on.
+        FallbackForbiddenError: the operations do not support the layer, and strict mode is enabled.
     """
     reason = parallel_linear.beyond(weight, _group(layer).size())
     if reason is None and hasattr(weight, "__fsdp_param__"):
@@ -136,22 +136,19 @@ def refuse_no_overlap(config: Any) -> None:
     size = config.tensor_model_parallel_size
     if size not in parallel_linear.RANKS:
         raise UsageError(
-            f"--tp-comm-overlap with --tensor-model-parallel-size {size} on an NPU",
-            "2, 4 or 8",
-            "Remove --tp-comm-overlap, because torch_npu's matmul-communication kernels support only these "
-            "sizes.",
+            "--tp-comm-overlap requires --tensor-model-parallel-size 2, 4 or 8 on an NPU, because "
+            f"torch_npu's matmul-communication kernels support only these sizes, but got {size}. Remove "
+            "--tp-comm-overlap."
         )
     if not config.sequence_parallel:
         raise UsageError(
-            "--tp-comm-overlap without --sequence-parallel",
-            "both flags, because the gathering and scattering of the sequence is what is overlapped",
-            "Add --sequence-parallel, or remove --tp-comm-overlap.",
+            "--tp-comm-overlap requires --sequence-parallel, because what is overlapped is the gathering "
+            "and scattering of the sequence. Add --sequence-parallel, or remove --tp-comm-overlap."
         )
     if config.params_dtype is torch.float32:
         raise UsageError(
-            "--tp-comm-overlap in fp32 on an NPU",
-            "--bf16 or --fp16",
-            "Remove --tp-comm-overlap, because torch_npu's matmul-communication kernels need 16-bit types.",
+            "--tp-comm-overlap requires --bf16 or --fp16 on an NPU, because torch_npu's "
+            "matmul-communication kernels support only 16-bit types. Remove --tp-comm-overlap."
         )
 
 
@@ -171,7 +168,7 @@ def refuse_arguments(args: Any) -> None:
     "megatron.training.initialize:_initialize_tp_communicators",
     devices=("npu",),
     condition=transformer_engine_present,
-    why="it creates TransformerEngine's buffers, which torch_npu's kernels do not need",
+    why="upstream creates TransformerEngine's buffers, which torch_npu's kernels do not need",
 )
 def without_buffers() -> None:
-    """Create no buffers: the matmuls use the communicator of the tensor-parallel group."""
+    """Create no buffers, because the matmuls use the communicator of the tensor-parallel group."""

@@ -51,13 +51,13 @@ def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwarg
 @_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
 @_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
 def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Do the same for layers that each hold only attention, an MLP or a state space model."""
+    """Do the same for layers that consist of only attention, an MLP or a state space model."""
     original(self, *args, **kwargs)
     _connect(self.layers, getattr(self, "final_norm", None), self.config)
 
 
 def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
-    """Make matmuls add the layers' biases, and tell each residual addition which norm reads its sum.
+    """Make matmuls add the layers' biases, and set for each residual addition the norm that reads its sum.
 
     Args:
         layers: consecutive layers, which add their residuals themselves.
@@ -75,7 +75,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Tell each part of the layers which norm reads its sum, if it may compute that norm's input."""
+    """Set for each part of the layers the norm that reads its sum, if it may compute that norm's input."""
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
     parts = [part for layer in layers for part in _parts(layer, mlp_again)]
@@ -89,9 +89,9 @@ class _Part(NamedTuple):
 
     Attributes:
         layer: the layer that the part belongs to.
-        adds: name of the layer's attribute that adds.
-        norm: the norm that reads the previous part's sum.
-        own: whether the next part directly reads what this one adds.
+        adds: the name of the layer's attribute that performs the addition.
+        norm: the norm that reads the sum of the previous part.
+        own: whether the next part directly reads what this part adds.
     """
 
     layer: Any
@@ -101,7 +101,7 @@ class _Part(NamedTuple):
 
 
 def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
-    """Yield a layer's parts; ``mlp_again``: whether MLPs are recomputed."""
+    """Yield the parts of a layer; ``mlp_again`` says whether MLPs are recomputed."""
     if hasattr(layer, "mamba_bda"):
         yield _Part(layer, "mamba_bda", _norm_of(layer, "norm", "mixer.in_proj"), True)
         return
@@ -115,7 +115,7 @@ def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:
-    """Return True if norm inputs are offloaded (0.16 or newer); fused residual sums would keep them."""
+    """Return True if norm inputs are offloaded (0.16 or newer), which fused residual sums would prevent."""
     moved = getattr(config, "offload_modules", None) or ()
     asked = getattr(config, "fine_grained_activation_offloading", False)
     return asked and not {"attn_norm", "mlp_norm"}.isdisjoint(moved)
@@ -127,10 +127,10 @@ def _passes_on(layer: Any, part: str) -> bool:
 
 
 def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
-    """Return a layer's norm ``part``, or ``linear``, which includes it under TransformerEngine's name.
+    """Return a layer's norm ``part``, or ``linear``, which includes the norm under TransformerEngine's name.
 
     Args:
-        recomputed: whether ``linear`` is recomputed; it then reads a copy of the sum.
+        recomputed: whether ``linear`` is recomputed; if so, it reads a copy of the sum.
     """
     if _passes_on(layer, part) and not recomputed:
         with contextlib.suppress(AttributeError):
@@ -151,10 +151,10 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Make a layer's ``where`` add for ``norm`` if ``where`` is upstream's function and the norm is ours.
+    """Extend a layer's ``where`` to add for ``norm`` if it is upstream's function and the norm is ours.
 
     Args:
-        here: whether the norm also belongs to this layer.
+        here: whether this layer also contains the norm.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -178,7 +178,7 @@ class _SumForNorm:
         self.norm, self.here = norm, here
 
     def __call__(self, training: bool, fused: bool) -> Add:
-        """Return the function that adds: upstream's own in inference or without --bias-dropout-fusion."""
+        """Return the function that adds, upstream's own in inference or without --bias-dropout-fusion."""
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
         plain: Add = get_bias_dropout_add(training, fused)

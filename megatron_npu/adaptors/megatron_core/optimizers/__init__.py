@@ -1,1 +1,1 @@
-"""Optimizers, including the distributed one, and sharding of weights."""
+"""Optimizers, including the distributed optimizer, and the sharding of weights."""

@@ -15,9 +15,9 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Defer vector gradients to the end of the backward pass; add only the rows read to tables.
+    """Defer vector gradients to the end of the backward pass, and add only the rows that were read to tables.
 
-    Not with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
+    This is not done with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """
     hook = original(self, param)
     if self.ddp_config.overlap_grad_reduce:

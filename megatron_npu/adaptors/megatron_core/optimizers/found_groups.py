@@ -1,7 +1,7 @@
 """Match parameter groups on load even if their learning rates have changed (since 0.19).
 
 Upstream matches a saved group by everything that a user can set for a group. The checkpoint of a run that
-continues with another rate, as ``--override-opt_param-scheduler`` allows, has no such group.
+continues with another rate, as ``--override-opt_param-scheduler`` allows, contains no such group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Do not compare learning rates if the run's differ from the checkpoint's."""
+    """Do not compare learning rates if those of the run differ from those of the checkpoint."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)
@@ -44,7 +44,7 @@ def find_groups(
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Do not compare learning rates if the run's differ from the checkpoint's."""
+    """Do not compare learning rates if those of the run differ from those of the checkpoint."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -72,8 +72,9 @@ def by_places(
 ) -> Iterator[None]:
     """Match groups by fewer keys within the block, and by position where these keys are equal.
 
-    Positions are counted among groups that differ only in their rates: these are created in the order of
-    their overrides, with the flags' own rates first. If the number of saved groups differs, nothing changes.
+    Positions are counted among groups that differ only in their rates; these groups are created in the order
+    of their overrides, with the flags' own rates first. If the number of saved groups differs, nothing is
+    changed.
     """
     if not _are_alike(fewer, current, saved):
         yield
@@ -91,7 +92,7 @@ def by_places(
 
 
 def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return True if each group has a saved group with these keys."""
+    """Return True if each group matches a saved group with these keys."""
     return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 
@@ -102,7 +103,7 @@ def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list
 
 
 def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
-    """Store in each group how many groups of its kind precede it."""
+    """Store in each group the number of groups of its kind that precede it."""
     before: Counter[tuple[Any, ...]] = Counter()
     for group, mark in zip(groups, _marks(keys, groups), strict=True):
         group[_PLACE] = before[mark]
@@ -110,11 +111,11 @@ def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
 
 
 def forget_places(groups: list[dict[str, Any]]) -> None:
-    """Remove what ``by_places`` has stored in groups, or in copies of them."""
+    """Remove what ``by_places`` has stored in groups or in copies of them."""
     for group in groups:
         group.pop(_PLACE, None)
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return each group's values of ``keys``, as upstream compares them; NeMo prefixes the names."""
+    """Return each group's values of ``keys``, as upstream compares them; NeMo adds prefixes to the names."""
     return [tuple(group.get(key, group.get(f"pre_{key}")) for key in keys) for group in groups]

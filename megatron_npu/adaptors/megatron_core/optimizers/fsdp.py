@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
+"""Support for ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
 
 Patches ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
 ``distributed.torch_fully_sharded_data_parallel``, ``distributed.data_parallel_base`` and, for checkpoints,
@@ -34,7 +34,7 @@ _WRAPPER = "module."  # what each wrapper puts before a weight's name
 def multiply_before_reduction(
     original: Callable[..., Any], grad_data: Tensor, scaling_factor: float | None, ddp_config: Any
 ) -> Any:
-    """Make upstream scale the gradients itself, as under ``--no-gradient-reduce-div-fusion``."""
+    """Make upstream scale the gradients itself, as with ``--no-gradient-reduce-div-fusion``."""
     config = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
     return original(grad_data, scaling_factor, config)
 
@@ -61,11 +61,11 @@ _WRONG_GRADIENTS = (
     why=_WRONG_GRADIENTS,
 )
 def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Reject Megatron's FSDP on a cpu at once."""
+    """Reject Megatron's FSDP on a cpu before anything else is done."""
     raise UsageError(
-        "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 on the cpu device",
-        "a backend that can multiply in a reduction, which gloo cannot",
-        "Use --use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16.",
+        "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 is not supported on the cpu "
+        "device, because it multiplies in a reduction, which gloo cannot do. Use --use-torch-fsdp2 or "
+        "--use-distributed-optimizer, or megatron-core 0.16."
     )
 
 
@@ -74,12 +74,12 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     versions=">=0.14,<0.15",
     upstream_bug=True,
     until="0.15, which queries the mesh itself",
-    why="it reads a mesh table that torch 2.13 no longer has: AttributeError",
+    why="upstream reads a mesh table that torch 2.13 no longer has, which raises an AttributeError",
 )
 def names_from_mesh(
     original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
 ) -> list[str]:
-    """Return the names that the mesh itself holds, as upstream does since 0.15."""
+    """Return the names that the mesh itself contains, as upstream does since 0.15."""
     if device_mesh is None or hasattr(meshes._mesh_resources, "child_to_root_mapping"):
         return original(device_mesh)
     own = list(device_mesh.mesh_dim_names or ())
@@ -92,7 +92,7 @@ class Mesh:
 
     @staticmethod
     def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
-        """Return a mesh of this process's device, ignoring ``device_type``."""
+        """Return a mesh for this process's device, ignoring ``device_type``."""
         return DeviceMesh.from_group(group, devices.current().torch_device().type, **options)
 
 
@@ -124,8 +124,10 @@ def accept_force_all_reduce(
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="it looks up gated MLPs in Megatron's FSDP under names with one wrapper too many or too few: with "
-    "--swiglu no fsdp_dtensor checkpoint can be saved or loaded (AttributeError)",
+    why=(
+        "upstream looks up gated MLPs in Megatron's FSDP under names with one wrapper too many or too "
+        "few: with --swiglu no fsdp_dtensor checkpoint can be saved or loaded (AttributeError)"
+    ),
 )
 def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass a view of the model that finds weights regardless of the number of wrappers."""

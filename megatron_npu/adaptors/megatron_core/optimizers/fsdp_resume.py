@@ -1,4 +1,4 @@
-"""Resume with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats that it supports.
+"""Support for resuming with torch's FSDP2 (``--use-torch-fsdp2``), in both of its checkpoint formats.
 
 Patches ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
 """
@@ -28,7 +28,7 @@ _resume = partial(
 
 @dataclass
 class _Load:
-    """One call of ``load_checkpoint``: the optimizer state that it has read, if it is to be loaded."""
+    """One call of ``load_checkpoint``, with the optimizer state that it has read if that is to be loaded."""
 
     optimizer_state: Any = None
 
@@ -62,7 +62,7 @@ def keep_the_state(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Keep the optimizer state that was read if it is to be loaded."""
+    """Store the optimizer state that was read if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     load = _LOAD.get()
     if load is not None and not rank0:

@@ -1,7 +1,7 @@
-"""Adam's step on a GPU, fused with gradient clipping and the rounding of weights.
+"""Fuse Adam's step on a GPU with gradient clipping and the rounding of weights.
 
-Patches ``optimizer.clip_grads`` and ``optimizer.optimizer``. Unfused, each is another pass over all
-parameters, of 8 and 6 bytes per parameter, in addition to the step's 28.
+Patches ``optimizer.clip_grads`` and ``optimizer.optimizer``. Without the fusion, each of these is another
+pass over all parameters, of 8 and 6 bytes per parameter, in addition to the step's 28.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _on_cuda = partial(around, devices=("cuda",), condition=_not_needed)
 
 @_on_cuda(
     f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32",
-    why="it reads and writes all gradients; our kernel multiplies them during the optimizer step",
+    why=(
+        "upstream's clipping reads and writes all gradients; our kernel multiplies them during the "
+        "optimizer step"
+    ),
 )
 def clip_in_the_step(
     original: Callable[..., None],
@@ -61,7 +64,7 @@ def clip_in_the_step(
 
 
 def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
-    """Return the optimizer that has exactly these parameters with a gradient; None if there is none yet."""
+    """Return the optimizer with exactly these parameters with a gradient, or None if there is none yet."""
     given = {parameter for parameter in parameters if parameter.grad is not None}
     found = {getattr(parameter, _IS_OF, None) for parameter in given}
     reference = found.pop() if len(found) == 1 else None
@@ -89,14 +92,14 @@ def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
 
 
 class _Copies(NamedTuple):
-    """A map from main weights to 16-bit weights, and all tensors that it was built from."""
+    """A map from main weights to 16-bit weights, and all tensors from which it was built."""
 
     of: Mapping[Tensor, Tensor]
     made_of: list[Tensor]
 
 
 def _copies(adam: Any, models: list[list[Tensor]], mains: list[list[Tensor]]) -> Mapping[Tensor, Tensor]:
-    """Return the 16-bit weights by their main weights; rebuild the map only if the tensors have changed.
+    """Return a map of main weights to 16-bit weights, which is rebuilt only if the tensors have changed.
 
     At the same time, store in each parameter a reference to its optimizer.
     """
@@ -123,7 +126,7 @@ def _first_of(adam: FusedAdam) -> Tensor:
     why="the optimizer step has already rounded them",
 )
 def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
-    """Round the main weights unless the step just taken has done so."""
+    """Round the main weights unless the preceding step has done so."""
     written: frozenset[Tensor] = getattr(self.optimizer, "written", frozenset())
     if not all(main in written for mains in self.fp32_from_float16_groups for main in mains):
         original(self)

@@ -1,6 +1,7 @@
-"""Muon and related optimizers: connects ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``.
+"""Support for Muon and related optimizers.
 
-0.16 was written for emerging_optimizers 0.1 and uses its names for two arguments.
+Patches ``megatron.core.optimizer``, ``.muon`` and ``.layer_wise_optimizer``. 0.16 was written for
+emerging_optimizers 0.1 and uses its names for two arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _RENAMED = (
 
 
 def names_fit() -> str | None:
-    """Return why no argument needs to be renamed: the package is absent, or as old as megatron-core 0.16."""
+    """Return the reason why no argument needs to be renamed, or None.
+
+    The reason is that the package is not installed, or is as old as megatron-core 0.16.
+    """
     try:
         from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
     except ImportError as error:  # upstream's module then has no such optimizer
@@ -41,7 +45,7 @@ def names_fit() -> str | None:
     until="0.17, which uses the new name",
 )
 def with_the_new_name(original: type) -> type:
-    """Return the class with an intermediate base class that passes on the argument under its new name."""
+    """Return the class with an intermediate base class that passes the argument under its new name."""
 
     base: Any = original.__bases__[0]
 
@@ -60,7 +64,7 @@ def with_the_new_name(original: type) -> type:
     until="0.17, which uses the new name",
 )
 def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kwargs: Any) -> Tensor:
-    """Orthogonalize ``[rows, columns]``; ``mode``: the argument now called ``tp_mode``."""
+    """Orthogonalize ``[rows, columns]``; ``mode`` is the argument that is now called ``tp_mode``."""
     return original(x, tp_mode=mode, **kwargs)
 
 
@@ -68,7 +72,7 @@ def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kw
     f"{_LAYER_WISE}.allgather_params",
     versions=">=0.16",
     devices=("cpu",),
-    why="its ranks gather parts of different sizes, which NCCL and HCCL support but gloo does not",
+    why="Muon's ranks gather parts of different sizes, which NCCL and HCCL support but gloo does not",
 )
 def broadcast_params(original: Callable[..., None], self: Any) -> None:
     """Broadcast each rank's updated parameters with upstream's own function."""
@@ -81,12 +85,14 @@ def broadcast_params(original: Callable[..., None], self: Any) -> None:
     versions=">=0.16",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="saving fp32 weights raises a KeyError: it looks for the state of a 16-bit optimizer, which stores "
-    "the inner optimizer's state under a separate name; with fp32 the state is the inner optimizer's "
-    "itself",
+    why=(
+        "saving fp32 weights raises a KeyError: upstream looks for the state of a 16-bit optimizer, which"
+        " stores the inner optimizer's state under a separate name; with fp32 weights, the state is that "
+        "of the inner optimizer itself"
+    ),
 )
 def sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make fp32 optimizers return their state in the 16-bit form while upstream collects it."""
+    """Make fp32 optimizers return their state in the form of 16-bit optimizers while upstream collects it."""
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     chained = self.chained_optimizers
@@ -112,13 +118,15 @@ def _under_a_name(make: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     versions=">=0.18",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="with fp32 weights the first step raises an AttributeError: it is given torch's optimizers, and "
-    "wraps them in Megatron's only with bf16",
+    why=(
+        "with fp32 weights the first step raises an AttributeError: the layer-wise optimizer is given "
+        "torch's optimizers, and wraps them in Megatron's optimizers only with bf16"
+    ),
 )
 def around_each(
     original: Callable[..., None], self: Any, optimizers: list[Any], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap fp32 optimizers in Megatron's, as 0.17 did."""
+    """Wrap fp32 optimizers in Megatron's optimizer, as 0.17 did."""
     from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
     named = inspect.signature(original).bind(self, optimizers, config, *args, **kwargs).arguments
@@ -132,7 +140,10 @@ def around_each(
 
 
 def package_not_taken() -> str | None:
-    """Return why nothing needs to stay uncompiled: megatron-core has not imported the package's Lion."""
+    """Return the reason why nothing needs to stay uncompiled, or None.
+
+    The reason is that megatron-core has not imported the package's Lion.
+    """
     taken = f"{_PACKAGE}.scalar_optimizers" in sys.modules
     return None if taken else NotAsked(f"{_PACKAGE} is not imported")
 
@@ -141,8 +152,10 @@ _uncompiled = functools.partial(
     around,
     devices=WITHOUT_CUDA,
     condition=package_not_taken,
-    why="emerging_optimizers' Lion and SOAP let torch.compile fuse their updates, which needs a C++ "
-    "compiler on cpu and fails in torch_npu's inductor",
+    why=(
+        "emerging_optimizers' Lion and SOAP let torch.compile fuse their updates, which requires a C++ "
+        "compiler on cpu and fails in torch_npu's inductor"
+    ),
     until="torch_npu's inductor compiles them",
 )
 
@@ -150,7 +163,7 @@ _uncompiled = functools.partial(
 @_uncompiled("megatron.core.optimizer:get_megatron_optimizer", versions=">=0.17")
 @_uncompiled("megatron.core.optimizer.muon:get_megatron_muon_optimizer", versions=">=0.17,<0.18")
 def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace the package's compiled functions with the uncompiled originals, which give the same results."""
+    """Replace the package's compiled functions with the uncompiled originals; results are the same."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == _PACKAGE:
             for attribute, value in list(vars(module).items()):

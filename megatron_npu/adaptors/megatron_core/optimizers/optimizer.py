@@ -1,7 +1,7 @@
-"""``megatron.core.optimizer``: Adam and SGD with the interface that Megatron's checkpoints expect.
+"""Patches for ``megatron.core.optimizer``: Adam and SGD with the interface that its checkpoints expect.
 
-Also multi-tensor calls (``optimizer.optimizer``, ``optimizer.clip_grads``), and --optimizer-cpu-offload
-(``optimizer.cpu_offloading``).
+Also patches multi-tensor calls (``optimizer.optimizer``, ``optimizer.clip_grads``) and
+--optimizer-cpu-offload (``optimizer.cpu_offloading``).
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ _without_apex(
     f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="an fp32 parameter's shard is a view of a leaf that requires grad, so copying into it needs "
-    "no_grad; in the precision-aware optimizer it mistakes the padding mark (since 0.14) for a state",
+    why=(
+        "an fp32 parameter's shard is a view of a leaf that requires grad, so copying into it needs "
+        "no_grad; in the precision-aware optimizer, upstream mistakes the padding mark (since 0.14) for a"
+        " state"
+    ),
 )
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Run upstream's method under ``torch.no_grad``, and only on the tensors."""
+    """Run upstream's method under ``torch.no_grad``, and only for the tensors."""
     with torch.no_grad():
         original(self, model_param, {name: t for name, t in tensors.items() if torch.is_tensor(t)})
 
@@ -80,10 +83,10 @@ def offload_nothing_on_a_cpu(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Offload nothing, because everything is on the host already; the device's optimizer updates it."""
+    """Offload nothing, because all weights are already on the host; the device's optimizer updates them."""
     if offload_fraction:
         dispatch.report_fallback(
-            "optimizer-cpu-offload", "everything is already on the host", "moves nothing"
+            "optimizer-cpu-offload", "everything is already in host memory", "moves nothing"
         )
     original(self, params, 0.0, *args, **kwargs)
 
@@ -100,7 +103,7 @@ _saving = functools.partial(
 @_saving(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.sharded_state_dict")
 @_saving(f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict")
 def with_states(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create missing optimizer states, as upstream does before it loads."""
+    """Create missing optimizer states, as upstream does before loading."""
     if not self.optimizer.state and self.init_state_fn is not None:  # an offloaded one makes them itself
         self.init_state_fn(self.optimizer, self.config)
     return original(self, *args, **kwargs)

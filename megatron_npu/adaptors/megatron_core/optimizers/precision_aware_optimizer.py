@@ -1,7 +1,7 @@
-"""``--use-precision-aware-optimizer`` with our Adam: moments and main weights in 16 bits, on every device.
+"""Support for ``--use-precision-aware-optimizer`` with our Adam: 16-bit states on every device.
 
 Patches ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a parameter group
-is built; ``arguments`` adds ``--reuse-fp32-param`` and lets ``memory_flags`` reject invalid combinations.
+is built; ``arguments`` adds ``--reuse-fp32-param`` and makes ``memory_flags`` reject invalid combinations.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _NAME = "transformer_engine.pytorch.optimizers"
 
 
 class _OursToKeep(int):
-    """A false ``store_param_remainders``, switched off by upstream, that tells our Adam to keep remainders.
+    """A false value of ``store_param_remainders`` that makes our Adam keep remainders.
 
-    As a field of the configuration it is part of every copy (``dataclasses.replace``).
+    Upstream disables the option. As a field of the configuration, the value is part of every copy
+    (``dataclasses.replace``).
     """
 
 
@@ -46,13 +47,13 @@ def _importable_from_transformer_engine() -> Iterator[None]:
 @_around(
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
     upstream_bug=True,
-    until="it is needed without TransformerEngine; the bug is in every version up to 0.19.2, #7288",
+    until="the patch is needed without TransformerEngine; the bug is in every version up to 0.19.2, #7288",
     why="a resume with --use-precision-aware-optimizer creates the optimizer's whole state a second time, "
     "which needs memory: TransformerEngine's FusedAdam casts and copies what upstream passes back to it; "
     "ours, which takes its place where TransformerEngine is absent, keeps the tensors",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
-    """Let upstream inspect our Adam; remember a request for remainders, which upstream switches off.
+    """Make upstream inspect our Adam, and store a request for remainders, which upstream disables.
 
     Raises:
         UsageError: a state has a dtype that our Adam does not support.
@@ -77,7 +78,7 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     "given later: nothing is trained",
 )
 def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
-    """Set the recipe that has the same meaning, which is also the scripts' default."""
+    """Set the recipe that has the same meaning, which is also the default of the scripts."""
     if self.use_precision_aware_optimizer and self.fp8_recipe is None:
         self.fp8_recipe = "delayed"
     original(self)

@@ -1,6 +1,6 @@
-"""``--swap-optimizer``: keep Adam's moments in host memory from the first step on.
+"""Support for ``--swap-optimizer``, which keeps Adam's moments in host memory from the first step on.
 
-Connects the place in ``megatron.core.optimizer`` where the optimizer of a parameter group is built;
+Patches the place in ``megatron.core.optimizer`` where the optimizer of a parameter group is built;
 ``arguments`` adds the flag and configures ``FusedAdam``.
 """
 
@@ -33,7 +33,7 @@ def tell_adam(args: Namespace) -> None:
     "--swap-optimizer leaves no room for them",
 )
 def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let our Adam allocate the moments in swapped memory."""
+    """Make our Adam allocate the moments in swapped memory."""
     result = original(*args, **kwargs)
     adam = getattr(result, "optimizer", None)
     if isinstance(adam, FusedAdam) and adam.swap_moments:
@@ -42,7 +42,7 @@ def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _initialize(adam: FusedAdam, config: Any = None) -> None:
-    """Create missing optimizer states; takes upstream's arguments."""
+    """Create missing optimizer states; the arguments are those of upstream's function."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if not adam.state[parameter]:
             adam.initialize_state(parameter)

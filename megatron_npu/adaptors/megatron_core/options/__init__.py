@@ -1,1 +1,1 @@
-"""Flags of the stock scripts: adding, rejecting and reading them."""
+"""Add, reject and read flags of the stock scripts."""

@@ -1,7 +1,7 @@
-"""Checks of a stock script's arguments that run before upstream's own.
+"""Checks of a stock script's arguments that run before upstream's own checks.
 
-Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add one, write the
-function and its entry there.
+Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add a check, write
+the function and its entry there.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Check(NamedTuple):
 
     Attributes:
         run: changes the arguments, or raises a UsageError.
-        why: the reason, for the ledger.
-        devices: the devices that it applies to.
+        why: the reason, which the ledger shows.
+        devices: the devices to which the check applies.
         condition: called before each run; if it returns a string, that is the reason to skip the check.
         until: for a fix of an upstream bug, when it may be removed.
     """
@@ -80,16 +80,16 @@ def name_the_rerun_mode(args: argparse.Namespace) -> None:
 
 
 def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
-    """Let a script without --eval-interval, which has no default since 0.16, evaluate only after training.
+    """Make a script without --eval-interval, which has no default since 0.16, evaluate only after training.
 
-    The training loop accepts None, but the code that counts the samples beforehand divides by it.
+    The training loop accepts None, but the code that counts the samples before training divides by the value.
     """
     if args.eval_interval is None:
         args.eval_interval = _NEVER
 
 
 def tell_factors_without_effect(args: argparse.Namespace) -> None:
-    """Log which rotary position flags upstream's scripts do not pass to the model."""
+    """Log the rotary position flags that upstream's scripts do not pass to the model."""
     if decorators.backports_not_wanted() is None:
         return
     interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
@@ -105,19 +105,18 @@ def tell_factors_without_effect(args: argparse.Namespace) -> None:
 
 
 def name_the_length_for_servers(args: argparse.Namespace) -> None:
-    """Also store --inference-max-seq-length under the name that the text-generation server reads."""
+    """Store --inference-max-seq-length also under the name that the text-generation server reads."""
     if hasattr(args, "inference_max_seq_length") and not hasattr(args, "inference_max_sequence_length"):
         args.inference_max_sequence_length = args.inference_max_seq_length
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Reject reruns of batches that are already distributed to the ranks, before anything is built."""
+    """Reject reruns of batches that are already distributed over the ranks, before anything is built."""
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
-            f"--hybrid-context-parallel with --rerun-mode {args.rerun_mode}",
-            "--rerun-mode disabled, because Megatron cannot repeat a batch that is already distributed to "
-            "the ranks",
-            "Add --rerun-mode disabled.",
+            "--hybrid-context-parallel requires --rerun-mode disabled, because Megatron cannot repeat a "
+            f"batch that is already distributed to the ranks, but got --rerun-mode {args.rerun_mode}. Add "
+            "--rerun-mode disabled."
         )
 
 
@@ -134,9 +133,9 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
     ):
         if wrong:
             raise UsageError(
-                f"--moe-grouped-gemm {given} with Megatron {package_info.__version__}",
-                f"{flag} as well, because its grouped experts support only bf16 without biases",
-                f"Add {flag}, remove --moe-grouped-gemm, or use Megatron 0.17 or newer.",
+                f"--moe-grouped-gemm {given} requires {flag} in Megatron {package_info.__version__}, "
+                f"because its grouped experts support only bf16 without biases. Add {flag}, remove "
+                "--moe-grouped-gemm, or use Megatron 0.17 or newer."
             )
 
 
@@ -144,65 +143,58 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
     """Reject a flag whose value upstream assigns to a field that no configuration has."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
-            "--init-method-xavier-uniform",
-            "the flag to be absent, because Megatron sets a field that its configuration does not have",
-            "Remove it; --init-method-std sets the standard deviation of the weights.",
+            "--init-method-xavier-uniform is not supported, because Megatron sets a field that its "
+            "configuration does not have. Remove it; --init-method-std sets the standard deviation of the "
+            "weights."
         )
 
 
 def refuse_flex_dispatching(args: argparse.Namespace) -> None:
-    """Reject the dispatcher that sends through a CUDA library."""
+    """Reject the dispatcher that uses a CUDA library for sending."""
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
-            "--moe-token-dispatcher-type flex",
-            "allgather or alltoall, because flex uses DeepEP or HybridEP, which are CUDA libraries",
-            "Pass alltoall.",
+            "--moe-token-dispatcher-type must be allgather or alltoall, because flex uses DeepEP or "
+            "HybridEP, which are CUDA libraries. Pass alltoall."
         )
 
 
 def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
-    """Reject mismatched hierarchical sizes with a message; upstream only asserts."""
+    """Reject mismatched hierarchical sizes with a message; upstream has only an assertion."""
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     if sizes and math.prod(sizes) != args.context_parallel_size:
         raise UsageError(
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
-            f"--context-parallel-size {args.context_parallel_size}",
-            "sizes whose product is the context-parallel size",
-            "Change one of the two flags.",
+            "the product of --hierarchical-context-parallel-sizes must be --context-parallel-size "
+            f"{args.context_parallel_size}, but got {' '.join(map(str, sizes))}. Change one of the two flags."
         )
 
 
 def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
-    """Reject tools that need CUDA before anything is built."""
+    """Reject tools that require CUDA before anything is built."""
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
-            f"--profile without --use-pytorch-profiler on the {device} device",
-            "--profile --use-pytorch-profiler",
-            "Add the second flag, because without it Megatron profiles for Nsight Systems, which supports "
-            "only GPUs.",
+            f"--profile requires --use-pytorch-profiler on the {device} device. Add the second flag, "
+            "because without it Megatron profiles for Nsight Systems, which supports only GPUs."
         )
     if args.record_memory_history and device == "cpu":
         raise UsageError(
-            "--record-memory-history on the cpu device",
-            "a device whose allocator records a history",
-            "Remove the flag, because torch's host allocator records no history.",
+            "--record-memory-history is not supported on the cpu device, because torch's host allocator "
+            "records no history. Remove the flag."
         )
 
 
 def do_without_cuda(args: argparse.Namespace) -> None:
-    """Reject options that need NCCL or SHARP; switch off CUDA graphs and log that."""
+    """Reject options that require NCCL or SHARP; disable CUDA graphs and log this."""
     unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
     unsupported_options.do_without_cuda_graphs(args)
 
 
 def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
-    """Reject the flag alone: upstream's loss uses it only together with --cross-entropy-loss-fusion."""
+    """Reject the flag alone, because upstream's loss uses it only with --cross-entropy-loss-fusion."""
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
-            "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
-            "both flags",
-            "Add --cross-entropy-loss-fusion, because without it Megatron ignores both.",
+            "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion. Add "
+            "--cross-entropy-loss-fusion, because without it Megatron ignores both."
         )
 
 
@@ -358,7 +350,9 @@ CHECKS = (  # they run in this order
     Check(
         activation_offloading.refuse_on_the_host,
         devices=("cpu",),
-        why="--fine-grained-activation-offloading would move activations from the host to the host",
+        why=(
+            "on a CPU, --fine-grained-activation-offloading would move activations from the host to the host"
+        ),
     ),
     Check(
         memory_flags.refuse_moving_nothing,

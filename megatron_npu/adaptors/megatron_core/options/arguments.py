@@ -17,7 +17,7 @@ from megatron_npu.patching.patch import ALL_DEVICES
 
 
 def _reasons() -> str:
-    """Return the reasons of all checks as one string, each after the name of its check."""
+    """Return the reasons of all checks as one string, each preceded by the name of its check."""
     return "; ".join(f"{check.name}{_for(check.devices)}: {check.why}" for check in CHECKS)
 
 
@@ -40,7 +40,7 @@ around(
     why="flags from older versions of Megatron, such as --data-impl mmap, which documents still use",
 )
 def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the older flags after upstream's own."""
+    """Add the flags of older versions after upstream's own."""
     parser = original(parser)
     older_flags.add(parser)
     return parser
@@ -81,7 +81,7 @@ around(
 def validate_args(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Run this device's checks first."""
+    """Run the checks for this device first."""
     device = devices.current().name
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):

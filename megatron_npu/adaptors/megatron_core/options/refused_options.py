@@ -1,4 +1,4 @@
-"""Turn Megatron's own option errors into a one-line message instead of a traceback.
+"""Convert Megatron's own option errors to a one-line message instead of a traceback.
 
 Patches ``transformer.transformer_config`` of ``megatron.core``; ``arguments`` does the same for scripts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,9 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise upstream's option errors as a UsageError that is also of upstream's type.
+    """Raise upstream's option errors as a UsageError that also has upstream's type.
 
-    An assertion without a message is left unchanged: only its source line explains it.
+    An assertion without a message is left unchanged, because only its source line explains it.
     """
     try:
         yield
@@ -27,11 +28,19 @@ def in_one_line() -> Iterator[None]:
             raise
         kind = _kind(AssertionError if isinstance(error, AssertionError) else ValueError)
         said = str(error).strip().rstrip(".")
-        raise kind(
-            f"Megatron rejects these options: {said}",
-            "a combination of options that Megatron supports",
-            "Change the options that the message names.",
-        ) from error
+        raise kind(f"Megatron rejects these options: {said}", remedy=_remedy(said)) from error
+
+
+def _remedy(said: str) -> str:
+    """Return what to do about upstream's message; too few processes are the usual cause of one of them."""
+    layout = re.match(r"world size \(\d+\) is not divisible by total_model_size \((.*)\)", said)
+    if layout is None:
+        return "Change the options that the message names."
+    size = sum(map(int, re.findall(r"=(\d+)", layout[1])))  # 0.12 names two sizes, of encoder and decoder
+    return (
+        f"Start a multiple of {size} processes, such as `torchrun --nproc-per-node {size} -m megatron_npu "
+        "run SCRIPT …`, or change the parallel sizes."
+    )
 
 
 @functools.cache
@@ -46,6 +55,6 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
     order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:
-    """Turn the errors of upstream's checks into one-line messages."""
+    """Convert the errors of upstream's checks to one-line messages."""
     with in_one_line():
         original(self)

@@ -1,4 +1,4 @@
-"""``megatron.training.global_vars``: the arguments of the running stock script, if there is one."""
+"""Access to ``megatron.training.global_vars``: the arguments of the running stock script, if there is one."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from argparse import Namespace
 
 
 def script_arguments() -> Namespace | None:
-    """Return the script's arguments; None in a library or before they are parsed."""
+    """Return the script's arguments, or None in a library or before they are parsed."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

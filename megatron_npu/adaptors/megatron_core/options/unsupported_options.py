@@ -1,8 +1,8 @@
-"""Options of megatron-core that need TransformerEngine or CUDA, when these are missing.
+"""Handle options of megatron-core that require TransformerEngine or CUDA, when these are not available.
 
 They are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts. Options
 that would change the results, or that are meant to hide communication, are rejected with a one-line error.
-Options that only make launches faster are switched off, and that is logged.
+Options that only make launches faster are disabled, and this is logged.
 
 Patches ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
 ``ssm.mamba_mixer`` of ``megatron.core``; ``arguments`` does the same for the scripts' arguments.
@@ -32,7 +32,7 @@ from megatron_npu.ops import dispatch
 class Option(NamedTuple):
     """An option: its flag, the names of its field, and whether the field's value requests it.
 
-    ``remedy`` is for an option that is rejected; ``off`` is the value that switches off any other option.
+    ``remedy`` is used for an option that is rejected; ``off`` is the value that disables any other option.
     """
 
     flag: str
@@ -114,22 +114,24 @@ CUDA_GRAPHS = (
 
 
 def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
-    """Raise a UsageError if ``options`` request something that needs what is ``absent``."""
+    """Check that ``options`` request nothing that requires what is ``absent``.
+
+    Raises:
+        UsageError: an option requires it.
+    """
     for option in wanting:
         for field in option.fields:
             value = getattr(options, field, None)
             if option.asks(value):
                 given = option.flag if value is True else f"{option.flag} {value}"
-                raise UsageError(
-                    f"{given} without {absent}", f"only options that work without {absent}", option.remedy
-                )
+                raise UsageError(f"{given} is not supported without {absent}. {option.remedy}")
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Switch off the ``options`` that have no effect here, and log it.
+    """Disable the ``options`` that have no effect here, and log this.
 
     Raises:
-        FallbackForbiddenError: an option would be switched off in strict mode.
+        FallbackForbiddenError: an option would be disabled in strict mode.
     """
     for option in harmless:
         for field in option.fields:
@@ -140,35 +142,35 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
 
 
 def do_without_transformer_engine(options: Any) -> None:
-    """Reject options that change the run without TransformerEngine; switch off the others.
+    """Without TransformerEngine, reject options that change the results, and disable the others.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
 
     Raises:
         UsageError: an option is rejected.
-        FallbackForbiddenError: an option would be switched off in strict mode.
+        FallbackForbiddenError: an option would be disabled in strict mode.
     """
     refuse(options, NEED_TRANSFORMER_ENGINE)
     switch_off(options, DO_WITHOUT_TRANSFORMER_ENGINE, "TransformerEngine is not installed")
 
 
 def do_without_cuda_graphs(options: Any) -> None:
-    """Switch off CUDA graphs: every kernel is launched separately.
+    """Disable CUDA graphs, so that every kernel is launched separately.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
 
     Raises:
-        FallbackForbiddenError: they are requested in strict mode.
+        FallbackForbiddenError: CUDA graphs are requested in strict mode.
     """
     switch_off(options, CUDA_GRAPHS, f"there are no CUDA graphs on the {devices.current().name} device")
 
 
 def take_local_implementation(args: argparse.Namespace) -> None:
-    """Select the local layers, with our operations; reject or switch off options that they lack.
+    """Select the local layers, with our operations; reject or disable options that they do not support.
 
-    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine`` the layers are ours too, but
+    With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine``, the layers are ours too, but
     under TransformerEngine's names.
 
     Args:
@@ -176,7 +178,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an option is rejected.
-        FallbackForbiddenError: the local layers were not requested, and strict mode is on.
+        FallbackForbiddenError: the local layers were not requested, and strict mode is enabled.
     """
     do_without_transformer_engine(args)
     named = standins.te_layers() and args.transformer_impl == "transformer_engine"
@@ -186,9 +188,8 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     variant = getattr(args, "experimental_attention_variant", None)
     if variant and not named:  # since 0.16; upstream specifies such layers under those names alone
         raise UsageError(
-            f"--experimental-attention-variant {variant} without TransformerEngine",
-            "TransformerEngine, or MEGATRON_NPU_TE=local, which provides layers under its names",
-            "Set MEGATRON_NPU_TE=local.",
+            f"--experimental-attention-variant {variant} requires TransformerEngine, which is not "
+            "installed. Set MEGATRON_NPU_TE=local, which provides layers under its names."
         )
     # On by default, and refused then without TransformerEngine; the path without it is as fused here.
     if args.rotary_interleaved or args.multi_latent_attention:
@@ -215,7 +216,7 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
     order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
-    """Switch off CUDA graphs before upstream's own code runs."""
+    """Disable CUDA graphs before upstream's own code runs."""
     do_without_cuda_graphs(self)
     original(self)
 
@@ -229,8 +230,10 @@ def _mamba_present() -> str | None:
 _without_mamba_ssm = partial(
     around,
     condition=_mamba_present,
-    why="its layers use mamba_ssm's kernels, which need CUDA: without the package, building the model fails "
-    "with an AttributeError on None or an ImportError, depending on the version",
+    why=(
+        "the model's layers use mamba_ssm's kernels, which require CUDA: without the package, building "
+        "the model fails with an AttributeError on None or an ImportError, depending on the version"
+    ),
 )
 
 
@@ -239,9 +242,8 @@ _without_mamba_ssm = partial(
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Reject a Mamba model before it is built, or since 0.18 when its first Mamba layer is built."""
     raise UsageError(
-        "a Mamba model needs the packages mamba-ssm and causal-conv1d, which are not installed and need CUDA",
-        "these packages, or MEGATRON_NPU_TE=local, which provides the layers in plain torch",
-        "Set MEGATRON_NPU_TE=local.",
+        "a Mamba model requires the packages mamba-ssm and causal-conv1d, which are not installed and "
+        "require CUDA. Set MEGATRON_NPU_TE=local, which provides the layers in plain torch."
     )
 
 
@@ -258,15 +260,14 @@ def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any,
     submodules = kwargs.get("submodules", args[1] if len(args) > 1 else None)
     if isinstance(_query_projection(submodules), NonCallableMock):
         raise UsageError(
-            "a hybrid model uses the layers of TransformerEngine, which is not installed",
-            "the package, or MEGATRON_NPU_TE=local, which provides its layers",
-            "Set MEGATRON_NPU_TE=local.",
+            "a hybrid model uses the layers of TransformerEngine, which is not installed. Set "
+            "MEGATRON_NPU_TE=local, which provides these layers."
         )
     original(self, *args, **kwargs)
 
 
 def _query_projection(submodules: Any) -> Any:
-    """Return the projection class of a hybrid's attention layers; None if the spec names none."""
+    """Return the projection class of a hybrid's attention layers, or None if the spec does not name one."""
     for name in ("attention_layer", "self_attention"):
         submodules = getattr(getattr(submodules, name, None), "submodules", None)
     return getattr(submodules, "linear_qkv", None)

@@ -1,1 +1,1 @@
-"""A stock script's run: initialization, process groups, schedules, diagnostics."""
+"""Patches for the run of a stock script: initialization, process groups, schedules and diagnostics."""

@@ -1,7 +1,7 @@
 """Apply ``--nccl-communicator-config-path`` to process groups of backends other than NCCL.
 
-With ``--hccl-group-buffer-adaptive``, also choose the HCCL buffer sizes that the file does not give. Connects
-``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
+With ``--hccl-group-buffer-adaptive``, also choose the HCCL buffer sizes that the file does not specify.
+Patches ``parallel_state`` of ``megatron.core``, and its DDP, which knows the sizes of gradients.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "streams",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options for a group; None if there are none, or on other devices.
+    """Return torch_npu's options for a group; None if there are no options, or on other devices.
 
     Args:
         pg_name: upstream's short name for the group, such as ``tp``.
-        nccl_comm_cfgs: name -> options, from the file given by ``--nccl-communicator-config-path``.
+        nccl_comm_cfgs: maps names to options, from the file given by ``--nccl-communicator-config-path``.
 
     Raises:
         UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
-        FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
+        FallbackForbiddenError: an option exists only for NCCL, and strict mode is enabled.
     """
     given = nccl_comm_cfgs.get(pg_name) or {}
     config = hccl_config(pg_name, given)
@@ -53,10 +53,10 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 
 
 def refuse_an_unreadable_file(args: Any) -> None:
-    """Reject a configuration file that cannot be read or holds no groups.
+    """Reject a configuration file that cannot be read or contains no groups.
 
     Raises:
-        UsageError: the file does not exist, is not YAML, or holds something other than group options.
+        UsageError: the file does not exist, is not YAML, or contains something other than group options.
     """
     path = getattr(args, "nccl_communicator_config_path", None)
     if path is None:
@@ -68,19 +68,25 @@ def refuse_an_unreadable_file(args: Any) -> None:
         text = Path(path).read_text(encoding="utf-8")
         groups = yaml.safe_load(text)
     except OSError as error:
-        raise UsageError(f"{FLAG} {path}: {error.strerror}", expected, "Correct the path.") from error
+        raise UsageError(
+            f"{FLAG} {path} cannot be read: {error.strerror}. It must be {expected}. Correct the path."
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UsageError(f"{FLAG} {path}: {' '.join(str(error).split())}", expected, remedy) from error
+        raise UsageError(
+            f"{FLAG} {path} must be {expected}: {' '.join(str(error).split())}. {remedy}"
+        ) from error
     if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
-        raise UsageError(f"{FLAG} {path}: {' '.join(text.split())[:60]!r}", expected, remedy)
+        raise UsageError(
+            f"{FLAG} {path} must be {expected}, but it contains {' '.join(text.split())[:60]!r}. {remedy}"
+        )
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the group's options that HCCL supports; log those that only NCCL supports.
+    """Return the group's options that HCCL supports, and log those that only NCCL supports.
 
     Raises:
         UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
-        FallbackForbiddenError: an option exists only for NCCL, and strict mode is on.
+        FallbackForbiddenError: an option exists only for NCCL, and strict mode is enabled.
     """
     for name, value in given.items():
         if name in OF_NCCL:
@@ -89,15 +95,14 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
         elif name in OF_HCCL:
             if not isinstance(value, int) or isinstance(value, bool) or value < OF_HCCL[name]:
                 raise UsageError(
-                    f"{FLAG}: {name}: {value!r} of group {group}",
-                    f"an integer of at least {OF_HCCL[name]}",
-                    "Correct the file." if name != hccl.BUFFER else "Pass MiB, such as 32.",
+                    f"{FLAG}: {name} of group {group} must be an integer of at least {OF_HCCL[name]}, but "
+                    f"got {value!r}. "
+                    + ("Correct the file." if name != hccl.BUFFER else "Pass MiB, such as 32.")
                 )
         elif name != "is_high_priority_stream":
             raise UsageError(
-                f"{FLAG}: {name} of group {group}",
-                " ".join((*OF_HCCL, "is_high_priority_stream", *OF_NCCL)),
-                "Correct the file.",
+                f"{FLAG}: group {group} has the unknown option {name}; the options are "
+                f"{', '.join((*OF_HCCL, 'is_high_priority_stream', *OF_NCCL))}. Correct the file."
             )
     return {name: given[name] for name in OF_HCCL if name in given}
 
@@ -108,7 +113,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     why=communicators.WHY,
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose the buffer sizes of the groups that reduce gradient buckets, unless the file gives them."""
+    """Choose the buffer sizes of the groups that reduce gradient buckets, unless the file specifies them."""
     original(self, *args, **kwargs)
     if not hccl_buffers.asked():
         return

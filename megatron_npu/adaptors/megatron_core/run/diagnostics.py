@@ -1,4 +1,4 @@
-"""Run diagnostics: ``--log-straggler`` and ``--rerun-mode report_stats``.
+"""Support for ``--log-straggler`` and ``--rerun-mode report_stats``.
 
 Patches ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
 """
@@ -23,7 +23,7 @@ from megatron_npu.base.errors import LoaderWorkerError
     "host tensor",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Configure the detector as on CUDA: it uses this device's events and clocks."""
+    """Configure the detector as on CUDA; it uses the events and clocks of this device."""
     with _claiming_cuda():
         original(self, *args, **kwargs)
     self.dev = devices.current().torch_device()
@@ -38,7 +38,7 @@ def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, *
 def leave_without_a_word(
     original: Callable[..., bool], self: Any, ex_type: type[BaseException] | None, ex_val: Any, ex_tb: Any
 ) -> bool:
-    """Exit silently: the code that ends the run logs the reason."""
+    """Exit without a message, because the code that ends the run logs the reason."""
     if ex_type is None or (issubclass(ex_type, Exception) and not issubclass(ex_type, LoaderWorkerError)):
         return original(self, ex_type, ex_val, ex_tb)
     return original(self, None, None, None)
@@ -60,10 +60,10 @@ def _claiming_cuda() -> Iterator[None]:
     versions=">=0.14",
     upstream_bug=True,
     until=NOT_FIXED,
-    why="its statistics report reads the file and line that 0.14 removed from this class, and fails",
+    why=("upstream's statistics report reads the file and line that 0.14 removed from this class, and fails"),
 )
 def with_place(original: Any) -> type[tuple]:
-    """Use the message as the file name: since 0.14 it distinguishes the calls of ``validate_result``."""
+    """Use the message as the file name, which since 0.14 distinguishes the calls of ``validate_result``."""
 
     class Caller(original):
         __slots__ = ()

@@ -27,7 +27,7 @@ _UNSET = {
     why="mbridge 0.15.1 compares every model's type with T5's (core/util.py:52, 83), which no longer exists",
 )
 def with_type_of_two_stacks(original: type) -> type:
-    """Add the name to upstream's enumeration, not as a member, so that no model has that type."""
+    """Add the name to upstream's enumeration, but not as a member, so that no model has that type."""
     if not hasattr(original, "encoder_and_decoder"):
         original.encoder_and_decoder = "encoder_and_decoder"  # type: ignore[attr-defined]
     return original
@@ -40,7 +40,7 @@ def with_type_of_two_stacks(original: type) -> type:
     "fields set in 0.20's __init__: the first forward raises an AttributeError",
 )
 def with_fields_of_layers_that_build_themselves(original: type) -> type:
-    """Give upstream's class the fields that its ``__init__`` sets, for layers that do not call it."""
+    """Set the fields that the ``__init__`` of upstream's class sets, for layers that do not call it."""
     for name, value in _UNSET.items():
         if not hasattr(original, name):
             setattr(original, name, value)
@@ -50,8 +50,10 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
 @wrap(
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
     versions=">=0.20",
-    why="mbridge 0.15.1 checks whether a model is an instance of it (core/util.py:284), which raises a "
-    "TypeError since it became a function that creates one of two classes",
+    why=(
+        "mbridge 0.15.1 checks whether a model is an instance of this name (core/util.py:284), which "
+        "raises a TypeError since the name became a function that creates one of two classes"
+    ),
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
     """Return a type that creates what the function creates, and accepts instances of both classes."""

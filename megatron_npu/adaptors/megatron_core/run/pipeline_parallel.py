@@ -1,4 +1,4 @@
-"""``megatron.core.pipeline_parallel.schedules``: every training step passes through it."""
+"""Patches for ``megatron.core.pipeline_parallel.schedules``, which every training step uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ around(
     devices=("cpu",),
 )
 def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Reject the combination, against which upstream guards only in ``megatron.training.arguments``.
+    """Reject the combination that upstream rejects only in ``megatron.training.arguments``.
 
     Raises:
         UsageError: two stages of several chunks each would send in batches.
@@ -31,9 +31,9 @@ def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     config = chunks[0].config
     if len(chunks) > 1 and config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
         raise UsageError(
-            "an interleaved pipeline with 2 stages and batch_p2p_comm=True",
-            "overlap_p2p_comm=True and batch_p2p_comm=False: batched sends swap the two chunks' activations",
-            "Set both in the TransformerConfig (stock scripts: leave overlapped p2p on).",
+            "an interleaved pipeline with 2 stages requires overlap_p2p_comm=True and batch_p2p_comm=False, "
+            "because batched sends swap the activations of the two chunks. Set both in the "
+            "TransformerConfig (stock scripts: leave overlapped p2p on)."
         )
     return original(*args, **kwargs)
 
@@ -54,5 +54,5 @@ def drop_model_type(
     *model_type_and_config: Any,
     **config: Any,
 ) -> Any:
-    """Drop the model's type from the arguments, which only hybrid_cp_schedule.py still passes."""
+    """Remove the model's type from the arguments, which only hybrid_cp_schedule.py still passes."""
     return original(input_tensor, output_tensor, output_tensor_grad, *model_type_and_config[-1:], **config)

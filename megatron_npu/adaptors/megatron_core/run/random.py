@@ -1,4 +1,4 @@
-"""``megatron.core.tensor_parallel.random``: the device's generator behind Megatron's RNG tracker."""
+"""Patches for ``megatron.core.tensor_parallel.random``: the device's generator in Megatron's RNG tracker."""
 
 from __future__ import annotations
 

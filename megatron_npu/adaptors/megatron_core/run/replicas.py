@@ -1,7 +1,7 @@
-"""``--check-weight-hash-across-dp-replicas-interval``: name the rank and parameter of diverging replicas.
+"""Support for ``--check-weight-hash-across-dp-replicas-interval``: name the diverging rank and parameter.
 
 Patches ``megatron.training.training``, which asserts that replicas are equal; libraries that call
-``megatron.core.utils`` themselves get upstream's boolean.
+``megatron.core.utils`` themselves still get upstream's boolean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_npu.checkpoint_files import replicas
 def name_what_differs(
     original: Callable[..., bool], model: list[Any], cross_check: bool = False, *args: Any, **kwargs: Any
 ) -> bool:
-    """Report which parameter differs on which ranks if upstream finds a difference."""
+    """Report the parameter that differs, and on which ranks, if upstream finds a difference."""
     same = original(model, cross_check, *args, **kwargs)
     if not same:
         replicas.check_megatron(model)

@@ -1,4 +1,4 @@
-"""Start-up of a training run: initialization, process groups, dataset helpers, signals.
+"""Start-up of a training run: initialization, process groups, dataset helpers and signals.
 
 Patches ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
 ``megatron.training.dist_signal_handler``, ``megatron.legacy.fused_kernels``, and ``parallel_state``,
@@ -20,7 +20,7 @@ from megatron_npu.adaptors.shared import private_files, rendezvous, start
 @around(
     "megatron.training.initialize:initialize_megatron",
     devices=WITHOUT_CUDA,
-    why="it asserts that CUDA is available unless an argument turns the check off",
+    why="upstream asserts that CUDA is available unless an argument turns the check off",
 )
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``initialize_megatron`` with ``allow_no_cuda=True``."""
@@ -51,22 +51,28 @@ def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 replace(
     "megatron.legacy.fused_kernels:load",
     versions="<0.17",
-    why="it compiles CUDA kernels with nvcc, which nothing uses here; without the toolkit it raises a "
-    "TypeError",
+    why=(
+        "upstream compiles CUDA kernels with nvcc, which nothing uses here; without the toolkit, the "
+        "compilation raises a TypeError"
+    ),
 )(start.load_no_kernels)
 
 replace(
     "megatron.core.datasets.utils:compile_helpers",
-    why="it runs make inside the checkout, for the first python3-config on the path, and exits if that "
-    "fails; helpers_cpp is already compiled, or a stub",
+    why=(
+        "upstream runs make inside the checkout, for the first python3-config on the path, and exits if "
+        "that fails; helpers_cpp is already compiled, or a stub"
+    ),
 )(start.compile_no_helpers)
 
 
 @replace(
     "megatron.training.dist_signal_handler:get_device",
     devices=WITHOUT_CUDA,
-    why="it supports nccl and gloo: any other backend, including HCCL, raises a RuntimeError without a "
-    "message",
+    why=(
+        "upstream supports only nccl and gloo: any other backend, including HCCL, raises a RuntimeError "
+        "without a message"
+    ),
 )
 def get_device(local_rank: int | None = None) -> torch.device:
     """Return this process's device, on which its backend gathers tensors."""
@@ -86,7 +92,8 @@ def move_to_the_device(
 ) -> Any:
     """Move a model built on the host to the device before it is wrapped, as the scripts of 0.17 did.
 
-    This includes torch's FSDP2, which in 0.17 took it from the host: briefly all of it is on the device.
+    This includes torch's FSDP2, which in 0.17 took the model from the host: for a short time, all of it is on
+    the device.
     """
     if transformer_config.use_cpu_initialization and not transformer_config.init_model_with_meta_device:
         for part in model_list:
@@ -98,9 +105,11 @@ def move_to_the_device(
     "megatron.core.ssm.ops.gdp.common:check_shared_mem",
     versions=">=0.20",
     devices=WITHOUT_CUDA,
-    why="megatron.training always imports it, and it queries the first device's shared memory at import: "
-    "every rank initializes the first NPU, and none can fork after that",
+    why=(
+        "megatron.training always imports this module, which queries the first device's shared memory at "
+        "import: every rank initializes the first NPU, and none can fork after that"
+    ),
 )
 def small_blocks(arch: str = "none") -> bool:
-    """Return False, as upstream does if its query fails: the block size matters only for CUDA kernels."""
+    """Return False, as upstream does if its query fails; the block size matters only for CUDA kernels."""
     return False

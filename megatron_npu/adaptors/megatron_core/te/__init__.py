@@ -1,5 +1,5 @@
 """Use local layers in place of TransformerEngine's when TransformerEngine is not installed.
 
-The ledger and the log report this. ``redirect`` holds the helpers; each of the other modules uses them for
+The ledger and the log report this. ``redirect`` contains the helpers; each of the other modules uses them for
 one family of models.
 """

@@ -1,4 +1,4 @@
-"""Layer specs of the models with an encoder: BERT, T5 and Retro.
+"""Layer specs for the models with an encoder: BERT, T5 and Retro.
 
 Patches ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
 ``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.
@@ -28,17 +28,20 @@ def _local_bert_layer() -> Any:
 around(
     f"{_BERT}:get_bert_layer_with_transformer_engine_spec",
     condition=te_layers_present,
-    why="without TransformerEngine it raises an ImportError",
+    why="without TransformerEngine the function raises an ImportError",
 )(redirect_to_local(_local_bert_layer))
 
 
 @around(
     f"{_BERT}:__getattr__",
     condition=te_layers_present,
-    why="pretrain_bert.py imports bert_layer_with_transformer_engine_spec whatever its flags: ImportError",
+    why=(
+        "pretrain_bert.py imports bert_layer_with_transformer_engine_spec with any flags, which raises an"
+        " ImportError"
+    ),
 )
 def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
-    """Allow the import of the name; the script's flags decide whether it is used, and log that."""
+    """Allow the import of the name; the script's flags decide whether it is used, and its use is logged."""
     return _local_bert_layer() if name == "bert_layer_with_transformer_engine_spec" else original(name)
 
 
@@ -46,7 +49,7 @@ def _block_with_local_norm(layer: str) -> Callable[..., Any]:
     """Return a function to record with ``around`` that builds a block whose final norm is local as well.
 
     Args:
-        layer: name of the function that builds the block's layers.
+        layer: the name of the function that builds the block's layers.
     """
 
     def block(original: Callable[..., Any], num_layers: int) -> Any:
@@ -61,15 +64,19 @@ for _part in ("encoder", "decoder"):
     around(
         f"{_T5}:{_part}_model_with_transformer_engine_default_spec",
         condition=te_layers_present,
-        why="without TransformerEngine it raises a NameError, or returns layers made of a mock or of None, "
-        "depending on the version",
+        why=(
+            "without TransformerEngine the function raises a NameError, or returns layers made of a mock "
+            "or of None, depending on the version"
+        ),
     )(redirect_to_local(f"{_part}_model_with_local_spec"))
 
     around(
         f"{_T5}:get_t5_{_part}_with_transformer_engine_block_spec",
         condition=te_layers_present,
-        why="without TransformerEngine it raises a NameError, or returns layers made of a mock or of None, "
-        "depending on the version",
+        why=(
+            "without TransformerEngine the function raises a NameError, or returns layers made of a mock "
+            "or of None, depending on the version"
+        ),
     )(redirect_to_local(f"get_t5_{_part}_with_local_block_spec"))
 
     around(
@@ -77,20 +84,22 @@ for _part in ("encoder", "decoder"):
         condition=te_layers_present,
         upstream_bug=True,
         until=NOT_FIXED,
-        why="its final norm is TransformerEngine's: a NameError, a mock, or silently no norm, depending on "
-        "the version",
+        why=(
+            "the decoder's final norm is TransformerEngine's: without that package, the result is a "
+            "NameError, a mock, or silently no norm, depending on the version"
+        ),
     )(_block_with_local_norm(f"{_part}_model_with_local_spec"))
 
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_layer_te_spec",
         versions="<0.16",
         condition=te_layers_present,
-        why="without TransformerEngine it raises a NameError",
+        why="without TransformerEngine the function raises a NameError",
     )(redirect_to_local(f"get_retro_{_part}_layer_local_spec"))
 
     around(
         f"{_RETRO}.{_part}_spec:get_retro_{_part}_block_spec",
         versions="<0.16",
         condition=te_layers_present,
-        why="it raises a NameError if TransformerEngine is requested but not installed",
+        why="the function raises a NameError if TransformerEngine is requested but not installed",
     )(force_flag_off("use_transformer_engine"))

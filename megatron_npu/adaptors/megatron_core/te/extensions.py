@@ -1,4 +1,4 @@
-"""Uses of TransformerEngine outside the layer specs.
+"""Replacements for uses of TransformerEngine outside the layer specs.
 
 Patches ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
 ``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
@@ -26,12 +26,15 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     "megatron.core.extensions.transformer_engine:TENorm",
     versions=">=0.13",
     condition=te_layers_present,
-    why="without TransformerEngine it raises an ImportError or is a mock; image models name it directly",
+    why=(
+        "without TransformerEngine the name raises an ImportError or is a mock; image models use the name"
+        " directly"
+    ),
 )
 class TENorm:
-    """Create the norm of the local layers, and log it; like upstream's class, it has no instances.
+    """Create the norm of the local layers, and log this; like upstream's class, it has no instances.
 
-    Whether a residual follows (since 0.17) does not matter: the local norm does not add it.
+    Whether a residual follows (since 0.17) does not matter, because the local norm does not add it.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> Any:
@@ -46,8 +49,10 @@ constant(
     condition=te_layers_present,
     upstream_bug=True,
     until="0.17, which checks the wrapper",
-    why="upstream considers it installed because its own wrapper can be imported without it, and then "
-    "checks whether a layer is an instance of None: TypeError",
+    why=(
+        "upstream considers TransformerEngine installed because its own wrapper can be imported without "
+        "it, and then checks whether a layer is an instance of None, which raises a TypeError"
+    ),
 )
 
 
@@ -57,8 +62,10 @@ constant(
     condition=te_layers_present,
     upstream_bug=True,
     until="0.17, which returns 0.0.0",
-    why="0.12 imports TransformerEngine for the answer, and 0.13 to 0.16 return None, which cannot be "
-    "compared: loading a checkpoint and the check of --rotary-interleaved call it",
+    why=(
+        "0.12 imports TransformerEngine for the answer, and 0.13 to 0.16 return None, which cannot be "
+        "compared: loading a checkpoint and the check of --rotary-interleaved call this function"
+    ),
 )
 def get_te_version() -> Version:
     """Return version 0, which is older than any required version."""
@@ -71,11 +78,13 @@ def get_te_version() -> Version:
     condition=te_layers_present,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="without TransformerEngine the layers that it compares with are mocks: --mtp-num-layers raises a "
-    "TypeError",
+    why=(
+        "without TransformerEngine the layers that upstream compares with are mocks: --mtp-num-layers "
+        "raises a TypeError"
+    ),
 )
 def is_never_for_inference(module: Any) -> bool:
-    """Return False: inference layers are built from TransformerEngine's."""
+    """Return False, because inference layers are built from TransformerEngine's layers."""
     return False
 
 

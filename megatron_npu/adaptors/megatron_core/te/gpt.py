@@ -1,4 +1,4 @@
-"""Layer specs of GPT, its experts and multi-token prediction.
+"""Layer specs for GPT, its experts and multi-token prediction.
 
 Patches ``models.gpt.gpt_layer_specs``, ``models.gpt.heterogeneous.heterogeneous_layer_specs``,
 ``models.gpt.moe_module_specs`` and ``transformer.multi_token_prediction`` of ``megatron.core``.
@@ -16,7 +16,7 @@ from megatron_npu.adaptors.megatron_core.options.script_arguments import script_
 from megatron_npu.adaptors.megatron_core.te.redirect import force_flag_off, redirect_to_local
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
-_NAME_ERROR = "without TransformerEngine it raises a NameError"
+_NAME_ERROR = "without TransformerEngine the function raises a NameError"
 
 # Asked for RMSNorm, the local spec takes the norm that goes by the config, as TransformerEngine's does.
 # Not asked, it takes apex's where that is installed, which knows layer norm alone.
@@ -34,10 +34,10 @@ around(
     f"{_SPECS}:get_gpt_layer_with_transformer_engine_submodules",
     versions=">=0.17",  # the spec calls it
     condition=te_layers_present,
-    why="without TransformerEngine its layers are built from a mock",
+    why="without TransformerEngine the layers are built from a mock",
 )(_local_submodules)
 
-_WHY_INFERENCE = "its layers are TransformerEngine's, which it asserts"
+_WHY_INFERENCE = "the function asserts that its layers are TransformerEngine's"
 around(
     f"{_SPECS}:get_gpt_layer_with_inference_spec",
     versions=">=0.16,<0.17",
@@ -73,21 +73,27 @@ for _name in ("get_gpt_decoder_block_spec", "get_gpt_mtp_block_spec"):
 around(
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs:get_gpt_heterogeneous_layer_spec",
     condition=te_layers_present,
-    why="its layers are None if TransformerEngine is requested but not installed",
+    why="the layers are None if TransformerEngine is requested but not installed",
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
     versions="<0.17",
     condition=te_layers_present,
-    why="its default is TransformerEngine: a NameError in 0.12, layers built from a mock since then",
+    why=(
+        "the default is TransformerEngine; without it, the function raises a NameError in 0.12 and builds"
+        " layers from a mock since then"
+    ),
 )(force_flag_off("use_te"))
 
 around(
     "megatron.core.transformer.multi_token_prediction:get_mtp_layer_spec",
     versions="<0.17",
     condition=te_layers_present,
-    why="it raises an AssertionError or a NameError if TransformerEngine is requested but not installed",
+    why=(
+        "the function raises an AssertionError or a NameError if TransformerEngine is requested but not "
+        "installed"
+    ),
 )(force_flag_off("use_transformer_engine"))
 
 
@@ -95,7 +101,9 @@ _with_qk_l2_norm = partial(
     around,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="stock pretrain_gpt.py does not pass --qk-l2-norm to the local spec, so it is silently ignored",
+    why=(
+        "stock pretrain_gpt.py does not pass --qk-l2-norm to the local spec, so the flag is silently ignored"
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Helpers that return local layers where TransformerEngine's are requested, and log it."""
+"""Helpers that return local layers where TransformerEngine's are requested, and log this."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(asked: str) -> None:
     """Log that ``asked`` returns local layers.
 
     Raises:
-        FallbackForbiddenError: strict mode is on.
+        FallbackForbiddenError: strict mode is enabled.
     """
     dispatch.report_fallback(
         "transformer_engine",
@@ -34,19 +34,23 @@ def report(asked: str) -> None:
 
 
 def refuse_fp8(fp8: Any) -> None:
-    """Raise a UsageError if ``fp8`` is requested."""
+    """Check that ``fp8`` is not requested.
+
+    Raises:
+        UsageError: ``fp8`` is requested.
+    """
     if fp8:
         raise UsageError(
-            f"fp8={fp8!r} without TransformerEngine",
-            "a precision that the local layers support",
-            "Remove fp8 and train in bf16, or install TransformerEngine.",
+            f"fp8={fp8!r} requires TransformerEngine, because the local layers do not support this "
+            "precision. Remove fp8 and train in bf16, or install TransformerEngine."
         )
 
 
 def force_flag_off(flag: str) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that sets the argument ``flag`` to False, and logs it.
+    """Return a function to record with ``around`` that sets the argument ``flag`` to False, and logs this.
 
-    If the original takes a ``normalization``, only for its local layers, it gets that of its ``config``.
+    If the original takes a ``normalization``, which only its local layers use, it gets that of its
+    ``config``.
     """
 
     def specify(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,9 +70,9 @@ def force_flag_off(flag: str) -> Callable[..., Any]:
 
 
 def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that calls ``local`` instead of the original, and logs it.
+    """Return a function to record with ``around`` that calls ``local``, not the original, and logs this.
 
-    Arguments that select TransformerEngine's kernels are dropped: ``local`` does not have them.
+    Arguments that select TransformerEngine's kernels are removed, because ``local`` does not accept them.
 
     Args:
         local: the name of a function in the same module, or a function.
@@ -89,5 +93,5 @@ def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callabl
 
 
 def sibling(original: Callable[..., Any], name: str) -> Any:
-    """Return the current value of ``name`` in the module of ``original``."""
+    """Return the current value of ``name`` in the module that defines ``original``."""
     return vars(sys.modules[original.__module__])[name]

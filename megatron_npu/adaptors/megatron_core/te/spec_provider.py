@@ -1,4 +1,4 @@
-"""Layers without TransformerEngine, through upstream's own interface for providers of spec modules.
+"""Provide layers without TransformerEngine through upstream's own interface for spec providers.
 
 Patches ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
 ``transformer.multi_token_prediction`` of ``megatron.core``. A user's own spec can use it as a backend:
@@ -20,8 +20,8 @@ from megatron_npu.adaptors.megatron_core.te import redirect
 def spec_provider() -> type:
     """Return ``MegatronNpuSpecProvider``, a ``BackendSpecProvider`` of the imported megatron-core.
 
-    Its modules are the local ones, which run our operations; it has no layers that fuse a norm with a matmul.
-    Creating an instance logs that TransformerEngine is missing.
+    Its modules are the local ones, which use our operations; it has no layers that fuse a norm with a matmul.
+    Creating an instance logs that TransformerEngine is not installed.
     """
     from megatron.core.models.backends import LocalSpecProvider
 
@@ -44,7 +44,7 @@ def spec_provider() -> type:
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
     versions=">=0.13",
     condition=te_layers_present,
-    why="without TransformerEngine the layers that it provides are built from a mock",
+    why="without TransformerEngine the layers that the provider returns are built from a mock",
 )
 @wrap(
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider",
@@ -59,7 +59,7 @@ def spec_provider() -> type:
     why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 def provide_local_layers(original: type | None) -> type:
-    """Return our provider, and log it."""
+    """Return our provider, and log this."""
     return spec_provider()
 
 

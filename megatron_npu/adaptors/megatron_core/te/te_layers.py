@@ -1,7 +1,7 @@
 """Layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba's layers.
 
 Patches ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
-upstream's own, built on the modules of ``standins.transformer_engine``.
+upstream's own, which are built on the modules of ``standins.transformer_engine``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from megatron_npu.patching.patch import NotAsked
 @wrap(
     "megatron.core.extensions.transformer_engine:TEDotProductAttention",
     condition=te_layers_not_ours,
-    why="it is built from TransformerEngine's kernels; megatron-core's own attention, which runs our "
-    "operation, supports the same: masks, windows, packed sequences, context parallelism",
+    why=(
+        "the class is built from TransformerEngine's kernels; megatron-core's own attention, which runs "
+        "our operation, supports the same features: masks, windows, packed sequences, context parallelism"
+    ),
 )
 def attention_of_megatron_core(original: type) -> type:
     """Return megatron-core's attention with the arguments of upstream's ``TEDotProductAttention``.
 
-    It has no extra state: TransformerEngine's in a checkpoint (fp8 scales) is not used.
+    It has no extra state; that of TransformerEngine in a checkpoint (fp8 scales) is not used.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -62,8 +64,10 @@ def attention_of_megatron_core(original: type) -> type:
     "megatron.core.extensions.transformer_engine:TEFusedResidualRMSNorm.forward",
     versions=">=0.17",
     condition=te_layers_not_ours,
-    why="it is a chain of TransformerEngine's fused operations; our norm already fuses the preceding "
-    "addition",
+    why=(
+        "the class is a chain of TransformerEngine's fused operations; our norm already fuses the "
+        "preceding addition"
+    ),
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of ``[s, b, h]``, and the input itself (--fused-residual-rmsnorm)."""
@@ -85,23 +89,28 @@ def scan_not_ours() -> str | None:
     "megatron.core.ssm.mamba_mixer:_check_mamba_sequence_packing_support",
     versions=">=0.16",
     condition=scan_not_ours,
-    why="it queries the version of causal-conv1d, a CUDA package, without which packed sequences raise a "
-    "ModuleNotFoundError; our scan processes them one by one",
+    why=(
+        "upstream queries the version of causal-conv1d, a CUDA package, without which packed sequences "
+        "raise a ModuleNotFoundError; our scan processes them one by one"
+    ),
 )
 def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
-    """Return whether a Mamba layer accepts packed sequences, and why not: generation uses caches."""
+    """Return whether a Mamba layer accepts packed sequences, and the reason if it does not.
+
+    It does not accept them in generation, which uses caches.
+    """
     return not for_inference_not_training, "packed sequences are supported in training, not in generation"
 
 
 def _window(attention: Any) -> tuple[int, int]:
-    """Return the window in TransformerEngine's form: -1 means no limit; a causal window ends with 0."""
+    """Return the window in TransformerEngine's form: -1 means no limit, and a causal window ends with 0."""
     before, after = attention.layer_options.window
     open_end = 0 if "causal" in attention.attn_mask_type.name else -1
     return -1 if before is None else before, open_end if after is None else after
 
 
 def _of_pairs(masks: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the padding mask ``[b, 1, q, s]`` of queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
+    """Return the padding mask ``[b, 1, q, s]`` for queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
 
     T5's cross-attention receives both masks separately; True means masked.
     """

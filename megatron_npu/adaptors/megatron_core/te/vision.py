@@ -22,11 +22,13 @@ from megatron_npu.adaptors.megatron_core.te.redirect import redirect_to_local
     condition=te_layers_present,
     upstream_bug=True,
     until=NOT_FIXED,
-    why="without TransformerEngine its default norm is torch.nn.LayerNorm, which does not accept the config "
-    "passed to it: TypeError",
+    why=(
+        "without TransformerEngine the default norm is torch.nn.LayerNorm, which does not accept the "
+        "config passed to it and raises a TypeError"
+    ),
 )
 def with_local_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Use the norm of the local layers instead."""
+    """Use the norm of the local layers in place of TransformerEngine's."""
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     for name in ("ln_pre_impl", "ln_post_impl"):
@@ -48,7 +50,7 @@ def _local_vit_layer() -> Any:
 around(
     "megatron.core.models.vision.vit_layer_specs:get_vit_layer_with_transformer_engine_spec",
     condition=te_layers_present,
-    why="without TransformerEngine its layers are built from a mock; 0.12 always imports it",
+    why="without TransformerEngine the layers are built from a mock; 0.12 always imports it",
 )(redirect_to_local(_local_vit_layer))
 
 
@@ -65,5 +67,5 @@ def _local_llava_layer(qk_layernorm: bool = False, **kwargs: Any) -> Any:
 around(
     "megatron.core.models.multimodal.llava_spec:decoder_model_with_transformer_engine_default_spec",
     condition=te_layers_present,
-    why="without TransformerEngine its layers are built from a mock; 0.12 always imports it",
+    why="without TransformerEngine the layers are built from a mock; 0.12 always imports it",
 )(redirect_to_local(_local_llava_layer))

@@ -28,7 +28,9 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
 _WHY = "on an NPU a matmul can add the bias in the same launch; upstream uses a second one" + LAUNCHES_COUNTED
 
-_WHY_OWN = "one launch and one pass over memory if a layer adds its bias itself, as in the QKV projection"
+_WHY_OWN = (
+    "saves one launch and one pass over memory if a layer adds its bias itself, as in the QKV projection"
+)
 
 _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sums call
 
@@ -92,7 +94,7 @@ def let_layers_add(layer: Module) -> None:
 
 
 def _may_add(layer: Any) -> bool:
-    """Return True if the layer's matmul gives its whole result and its bias is left to the caller."""
+    """Return True if the layer's matmul computes its whole result and its bias is left to the caller."""
     if not getattr(layer, _IN_BLOCK, False):
         return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):

@@ -14,8 +14,9 @@ from megatron_npu.patching.registry import Recorder
 _NO_BIAS = "megatron_npu_no_bias"
 
 COMPILED_ANEW = (
-    "three passes; TorchScript compiles it again in every process and rounds bf16 differently "
-    "until it has, so that a resumed run would not be bitwise identical to the interrupted one"
+    "upstream makes three passes; TorchScript compiles the function again in every process and rounds"
+    " bf16 differently until it is compiled, so that a resumed run would not be bitwise identical to "
+    "the interrupted one"
 )
 
 
@@ -28,8 +29,10 @@ def connect(recorder: Recorder) -> None:
     recorder.constant(
         "megatron.model.fused_bias_gelu:bias_gelu_impl",
         bias_gelu_impl,
-        why="eight element-wise passes forward and more backward; nvfuser, which fused them, no longer "
-        "exists",
+        why=(
+            "upstream makes eight element-wise passes forward and more backward; nvfuser, which fused "
+            "these passes, no longer exists"
+        ),
     )
     transformer = "megatron.model.transformer"
     recorder.replace(f"{transformer}:bias_dropout_add_fused_train", why=COMPILED_ANEW)(

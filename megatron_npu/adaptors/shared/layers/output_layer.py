@@ -29,7 +29,7 @@ def loss_of_factors(
         weight: ``[v / tp, h]``.
         labels: ``[b, s]``.
         group: the process group of the tensor-parallel ranks.
-        into_main_grad: whether ``--gradient-accumulation-fusion`` is on.
+        into_main_grad: whether ``--gradient-accumulation-fusion`` is enabled.
         recompute: passed on to the operation.
     """
     main_grad = None
@@ -48,11 +48,12 @@ def loss_of_factors(
 
 
 class _GradientElsewhere(torch.autograd.Function):
-    """The weight, whose gradient an operation has added to ``main_grad``, as upstream's linear layers do.
+    """The weight, for an operation that adds the weight's gradient to ``main_grad``.
 
-    megatron-core's data-parallel wrapper still waits for a gradient of every parameter, and ignores it if
-    ``grad_added_to_main_grad`` says so. With ``zero_out_wgrad`` other gradients are added to it first, so it
-    must be zero. If nothing of the buffer is sent before the pass ends, no gradient is needed.
+    Upstream's linear layers add their gradients in the same way. megatron-core's data-parallel wrapper still
+    waits for a gradient of every parameter, and ignores this gradient if ``grad_added_to_main_grad`` is set.
+    With ``zero_out_wgrad``, other gradients are added to it first, so it must be zero. If no part of the
+    buffer is sent before the backward pass ends, no gradient is required.
     """
 
     @staticmethod

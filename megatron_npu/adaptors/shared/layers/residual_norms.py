@@ -87,7 +87,7 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
 
 
 def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
-    """Return True if a norm reads the sum itself; a layer that is recomputed as a whole reads a copy."""
+    """Return True if a norm reads the sum itself. A layer that is recomputed as a whole reads a copy."""
     return granularity != "full" and "layernorm" not in (modules or ())
 
 
@@ -97,7 +97,7 @@ _READERS: ContextVar[Iterator[Any]] = ContextVar("tracks the norms that read the
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
-    """In the block, tell residual additions, which do not know their layer, which norms read their sums."""
+    """Inside the block, tell residual additions, which do not know their layer, which norms follow."""
     token = _READERS.set(iter(norms))
     try:
         yield

@@ -18,12 +18,15 @@ from megatron_npu.ops.attention.spec import AttentionSpec
 
 def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
     if len(spec.segments) > 1 or spec.dropout_p or not spec.segments[0].is_plain:
-        return "torch's flash kernel is called here without packed sequences, a window or dropout"
+        return "torch's flash kernel is used here only without packed sequences, a window or dropout"
     if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"torch's flash kernel supports fp16 and bf16, not {query.dtype}"
+        return f"torch's flash kernel supports only fp16 and bf16, but the query is {query.dtype}"
     sizes = {t.size(3) for t in (query, key, value)}
     if len(sizes) > 1 or query.size(3) % 8 or query.size(3) > 256:
-        return f"torch's flash kernel needs one head size, a multiple of 8 up to 256, not {sorted(sizes)}"
+        return (
+            "torch's flash kernel requires a single head size that is a multiple of 8 up to 256, but "
+            f"got {sorted(sizes)}"
+        )
     return None
 
 

@@ -73,10 +73,10 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
     Source: Dao et al. 2022, FlashAttention, appendix B.
 
     Args:
-        grad: gradient of the attention over all keys, ``[sq, b, n, d]``.
+        grad: the gradient of the attention over all keys, ``[sq, b, n, d]``.
         residuals: the queries, this block's keys and values, and the result over all keys.
-        spec: as in the forward pass.
-        drawn: third result of this block's forward pass.
+        spec: the block, as passed to the forward pass.
+        drawn: the third result of this block's forward pass.
 
     Returns:
         The gradients of query, key and value, with their shapes and dtypes.

@@ -1,9 +1,9 @@
 """Exact tiled attention on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
 
-``function`` holds the differentiable function. A call is computed either by ``fused``, a single compiled
+``function`` contains the differentiable function. A call is computed either by ``fused``, a single compiled
 kernel that splits the call into tiles itself, or by ``composed``: ``tiles`` splits the call, ``softmax``
-computes the weights, ``dropout`` drops some of them, ``products`` does the matmuls, and all of these share
-the scratch memory in ``buffers``.
+computes the weights, ``dropout`` drops some of them, and ``products`` performs the matmuls; all of these
+share the scratch memory in ``buffers``.
 """
 
 from __future__ import annotations

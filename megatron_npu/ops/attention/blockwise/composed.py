@@ -46,9 +46,7 @@ class Composed:
         """Return the gradients of ``q``, ``k`` and ``v``; those of ``k`` and ``v`` are in fp32 (or fp64).
 
         Args:
-            q: as in ``forward``, as are ``k`` and ``v``.
-            k: see ``q``.
-            v: see ``q``.
+            q, k, v: see ``forward``.
             g: the gradient of the result.
         """
         softmax, factors = self._steps(q)

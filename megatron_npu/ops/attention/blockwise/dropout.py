@@ -23,11 +23,11 @@ class TileDropout:
     """Drops weights tile by tile; the seed and the order of the tiles determine which weights are dropped.
 
     Attributes:
-        gain: factor for the kept weights; it also corrects for rounding ``p`` to 2^-16.
+        gain: the factor for the kept weights, which also corrects for rounding ``p`` to 2^-16.
 
     Args:
-        p: probability of dropping a weight; 0 means no dropout.
-        seed: seed of a generator that only this call uses.
+        p: the probability of dropping a weight; 0 means no dropout.
+        seed: the seed of a generator that only this call uses.
     """
 
     def __init__(self, p: float, seed: int) -> None:
@@ -44,7 +44,10 @@ class TileDropout:
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights`` with some zeroed to ``out`` and return it; without dropout, return the input."""
+        """Write ``weights`` with some of them set to zero to ``out`` and return it.
+
+        Without dropout, return the input.
+        """
         bits = self._bits(weights.numel())
         if bits is None:
             return weights
@@ -58,6 +61,6 @@ class TileDropout:
         return torch.from_numpy(self._generator.random_raw(-(-count // 4)).view(np.int64))
 
     def drop_again(self, tensor: Tensor) -> None:
-        """Zero, in place, the elements that the last call of ``drop`` zeroed."""
+        """Set to zero, in place, the elements that the last call of ``drop`` set to zero."""
         if self._kept is not None:
             tensor.mul_(self._kept)

@@ -54,11 +54,9 @@ class Fused:
         """Return the gradients of ``q``, ``k`` and ``v``.
 
         Args:
-            q: as in ``forward``, as are ``k`` and ``v``.
-            k: see ``q``.
-            v: see ``q``.
+            q, k, v: see ``forward``.
             result: the attention that ``forward`` wrote, and the tensor that it returned.
-            g: gradient of the attention.
+            g: the gradient of the attention.
         """
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for tile, weighting in self._segments(q):

@@ -51,14 +51,14 @@ class TileProducts:
     """The batched matmuls of a call, whose operands all have the same dtype.
 
     Args:
-        dtype: dtype of the operands, as ``factor_dtype`` returns it.
-        buffers: the call's scratch memory.
+        dtype: the dtype of the operands, which ``factor_dtype`` returns.
+        buffers: the scratch memory of the call.
 
     Attributes:
-        dtype: dtype of the operands.
-        sums: dtype of scores, weights and sums over tiles.
-        of_scores: dtype of operands whose products must not be rounded: that of ``sums``, or bf16 where our
-            kernel multiplies it, which is exact.
+        dtype: the dtype of the operands.
+        sums: the dtype of scores, weights and sums over tiles.
+        of_scores: the dtype of operands whose products must not be rounded: that of ``sums``, or bf16 where
+            our kernel multiplies it, which is exact.
     """
 
     def __init__(self, dtype: torch.dtype, buffers: Buffers) -> None:
@@ -108,11 +108,12 @@ class TileProducts:
 
 @contextlib.contextmanager
 def bf16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Let oneDNN round the operands of fp32 matmuls to bf16 if ``dtype``, the call's dtype, is bf16.
+    """Allow oneDNN to round the operands of fp32 matmuls to bf16 if ``dtype``, the call's dtype, is bf16.
 
     Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
-    fp32. On processors with AMX the matmuls take half the time; on others nothing changes. The switch is
-    global to the process, so it is reset right after; if this torch has no such switch, matmuls stay fp32.
+    fp32. On processors with AMX, the matmuls take half the time; on other processors, nothing changes. The
+    switch is global to the process, so it is reset immediately afterwards. If this torch has no such switch,
+    matmuls stay fp32.
     """
     switch = getattr(torch.backends.mkldnn, "matmul", None)
     if dtype is not torch.bfloat16 or switch is None:

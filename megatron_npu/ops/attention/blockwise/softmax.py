@@ -1,4 +1,4 @@
-"""Attention weights of a tile: computes the scores, the mask and the softmax."""
+"""Attention weights of a tile, for which the scores, the mask and the softmax are computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Split the visible pairs of a call into tiles: runs of queries with all keys that any query of the run sees.
 
-A tile holds whole rows of scores, so the softmax needs no running maximum. Work and memory grow with queries
-× visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
+A tile contains whole rows of scores, so the softmax needs no running maximum. Work and memory grow with
+queries × visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
 """
 
 from __future__ import annotations

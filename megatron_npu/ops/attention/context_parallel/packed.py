@@ -104,19 +104,18 @@ def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
     if any(length % (2 * cp_size) for length in lengths):
         raise UsageError(
-            f"packed sequences have {lengths} tokens with context-parallel size {cp_size}",
-            f"multiples of {2 * cp_size}, because each rank has two chunks of every sequence",
-            "Pad the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded.",
+            f"the lengths of packed sequences must be multiples of {2 * cp_size} with context-parallel size "
+            f"{cp_size}, because each rank has two chunks of every sequence, but they are {lengths}. Pad "
+            "the sequences and set cu_seqlens_q_padded and cu_seqlens_kv_padded."
         )
 
 
 def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> None:
     if cu_seqlens_padded[-1] != tokens * cp_size:
         raise UsageError(
-            f"packed sequences end at {cu_seqlens_padded[-1]}, but each of {cp_size} ranks has {tokens} "
-            "tokens",
-            "the same total number of tokens",
-            "Set the last boundary of cu_seqlens_q_padded to the total number of tokens.",
+            f"the packed sequences end at {cu_seqlens_padded[-1]}, but each of the {cp_size} ranks has "
+            f"{tokens} tokens; the total numbers of tokens must be equal. Set the last boundary of "
+            "cu_seqlens_q_padded to the total number of tokens."
         )
 
 

@@ -51,15 +51,16 @@ def ring_attention(
         query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
         key: this rank's keys, ``[s, b, g, d]``, where g divides n.
         value: like ``key``.
-        scale: factor applied to the scores, usually 1 / sqrt(d).
-        causal: hide the keys after a query's position in the whole sequence.
+        scale: the factor applied to the scores, usually 1 / sqrt(d).
+        causal: whether to hide the keys after a query's position in the whole sequence.
         group: the ranks that share the sequence, in sequence order.
         window: the number of tokens that a query sees back and ahead; None means no limit.
-        documents: packed sequences, concatenated on each rank, with b = 1. None: one sequence.
-        dropout_p: probability of dropping an attention weight, in [0, 1); masks are drawn from the device's
-            generator block by block, so the dropped weights depend on the number of ranks.
+        documents: the packed sequences, concatenated on each rank, with b = 1. If None, there is one
+            sequence.
+        dropout_p: the probability of dropping an attention weight, in [0, 1); masks are drawn from the
+            device's generator block by block, so the dropped weights depend on the number of ranks.
         sink: ``[n]``, one extra score per head, without a value; its gradient is that of this rank's queries.
-        flags: the run's flags, as in ``attention``.
+        flags: the run's flags; see ``attention``.
 
     Raises:
         ValueError: the number of tokens is odd, so that they cannot be split into two chunks, or the
@@ -85,7 +86,7 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """Describes which rank sees which keys; identical on all ranks except for ``rank``."""
+    """The keys that each rank sees, described identically on all ranks except for ``rank``."""
 
     group: dist.ProcessGroup
     documents: tuple[Document, ...]
@@ -94,7 +95,7 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """Whether keys are passed from rank to rank rather than sent directly to the ranks that see them."""
+        """True if keys are passed from rank to rank rather than sent directly to the ranks that see them."""
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
@@ -139,7 +140,7 @@ class _Transfer:
         return self.received
 
     def arrived(self) -> Tensor:
-        """Same as ``wait``, but for a transfer that receives a tensor."""
+        """Wait for a transfer that receives a tensor, and return that tensor."""
         received = self.wait()
         assert received is not None
         return received
@@ -354,7 +355,7 @@ def _index(spans: Spans, device: torch.device) -> Tensor:
 
 
 def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
-    """Same as ``merge``, for the queries in ``spans``."""
+    """Do the same as ``merge`` for the queries in ``spans``."""
     rows, totals = _take(output, spans), _take(lse, spans, 2)
     merge(rows, totals, block_output, block_lse)
     if len(spans) > 1:

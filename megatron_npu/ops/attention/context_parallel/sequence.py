@@ -1,8 +1,8 @@
 """Helpers for partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), and reorder.
 
-In megatron-core's load-balanced order a sequence is split into 2·cp equal chunks, and rank r holds chunks r
-and 2·cp - 1 - r, concatenated. "By rank" refers to the shape ``[cp, s / cp, ...]``, which holds the chunks of
-each rank.
+In megatron-core's load-balanced order, a sequence is split into 2·cp equal chunks, and rank r has chunks r
+and 2·cp - 1 - r, concatenated. "By rank" refers to the shape ``[cp, s / cp, ...]``, which contains the chunks
+of each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return every rank's tokens for this rank's heads: the all-to-all before attention.
+    """Return the tokens of all ranks for this rank's heads, in the all-to-all before attention.
 
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023.
 

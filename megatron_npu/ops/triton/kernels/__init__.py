@@ -1,1 +1,1 @@
-"""The kernels. Each module imports triton; launchers import them only at launch."""
+"""The Triton kernels. Each module imports triton; launchers import these modules only at launch."""

@@ -21,7 +21,7 @@ def update(
     factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block at these pointers; ``PARTIAL``: only its first ``left`` values exist."""
+    """Update a block at these pointers. With ``PARTIAL``, only its first ``left`` values exist."""
     index = tl.arange(0, BLOCK)
     if PARTIAL:
         inside = index < left
@@ -55,8 +55,8 @@ def step(
         table: int64 ``[tensors, 5]``, the addresses of these five.
         sizes, firsts: for each tensor, its number of values and the index of its first block.
         owners: int32, for each block the index of its tensor.
-        factor: factor of the gradients.
-        decay, l2: AdamW's weight decay, as a factor of the weights; and Adam's, which is added to the
+        factor: the factor of the gradients.
+        decay, l2: AdamW's weight decay, as a factor of the weights, and Adam's, which is added to the
             gradient.
         NARROW: 0 without copies, 1 for bf16, 2 for fp16.
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, one pass per direction; a program handles a row or a part of one."""
+"""Cross-entropy of rows of logits, one pass per direction; a program handles a row or a part of a row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def forward(
 ):  # fmt: skip
     """Write the logarithm of each row's sum of exponentials, in one pass with a running maximum.
 
-    Also write the loss if the row has the ``WHOLE`` vocabulary; otherwise the target's logit, 0 if another
-    rank has it, and with ``SMOOTH`` the sum of all logits. If targets may be ``ignored``, one that matches no
-    column gives nan.
+    Also write the loss if the row has the ``WHOLE`` vocabulary; otherwise, write the target's logit, or 0 if
+    another rank has it, and with ``SMOOTH`` the sum of all logits. If targets may be ``ignored``, a target
+    that matches no column results in nan.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

@@ -10,11 +10,11 @@ import triton.language as tl
 def kept(seed, row, width, level, COLUMNS: tl.constexpr, first_column):
     """Return which of ``COLUMNS`` values from ``first_column`` on in rows ``[n]`` are kept, ``[n, COLUMNS]``.
 
-    Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor: the
-    decision about a value does not depend on how the tensor is tiled.
+    Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor, so
+    that the decision about a value does not depend on how the tensor is tiled.
 
     Args:
-        level: a value is kept if its 31 bits are below this.
+        level: a value is kept if its 31 bits are below this number.
     """
     four = first_column // 4 + tl.arange(0, COLUMNS // 4)
     number = row[:, None] * ((width + 3) // 4) + four[None, :]
@@ -28,7 +28,7 @@ def bias_dropout_add(
     x, bias, residual, out, seeds, rows, width, level, scale,
     BIAS: tl.constexpr, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``residual + dropout(x + bias)``, all ``[rows, width]`` but the bias ``[width]``."""
+    """Write ``residual + dropout(x + bias)``; all are ``[rows, width]`` except the bias ``[width]``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

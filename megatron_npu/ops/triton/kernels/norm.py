@@ -1,7 +1,7 @@
-"""Layer norm and RMS norm, one program per row, also of a residual sum computed first.
+"""Layer norm and RMS norm, one program per row, also of a residual sum that is computed first.
 
-``LAYER``: with mean and bias, else RMS norm. ``ADD``: the input of the norm is ``residual + dropout(x +
-shift)``, which is written too.
+``LAYER`` selects a layer norm with mean and bias; otherwise, it is an RMS norm. With ``ADD``, the input of
+the norm is ``residual + dropout(x + shift)``, which is written too.
 """
 
 from __future__ import annotations

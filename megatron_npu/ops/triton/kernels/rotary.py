@@ -15,7 +15,7 @@ def turn(
 ):  # fmt: skip
     """Rotate the first ``turned`` values of each head in ``[first, second, heads, size]``.
 
-    Tables have strides of 0 where one value applies to all. ``REST``: the rest of a head, rounded up to a
+    Tables have strides of 0 where one value applies to all. ``REST`` is the rest of a head, rounded up to a
     power of two.
     """
     i = (tl.program_id(0) // second).to(tl.int64)

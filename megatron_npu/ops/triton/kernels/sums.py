@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``[rows, width]`` to fp32 ``[chunks, width]``, ``per`` rows per chunk: the first stage."""
+    """Sum ``[rows, width]`` to fp32 ``[chunks, width]``, ``per`` rows per chunk, as the first stage."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -22,7 +22,7 @@ def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def of_columns(partial, out, chunks, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum fp32 ``[chunks, width]`` to ``[width]``: the second stage."""
+    """Sum fp32 ``[chunks, width]`` to ``[width]``, as the second stage."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)

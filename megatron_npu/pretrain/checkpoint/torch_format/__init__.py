@@ -1,9 +1,9 @@
 """Checkpoints in the format ``torch``: ``iter_0000010/mp_rank_00_001/model_optim_rng.pt`` per rank.
 
-It is the only format of Megatron-LM 285068c8, NVIDIA's 345M and Megatron-DeepSpeed's converted models;
-megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads the files, ``names``
-maps older weight names, ``shards`` knows how ranks partition weights; ``read`` assembles a model, ``write``
-splits one.
+This is the only format of Megatron-LM 285068c8, NVIDIA's 345M model and Megatron-DeepSpeed's converted
+models. megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads the files,
+``names`` maps older weight names, ``shards`` defines how ranks partition weights, ``read`` assembles a model,
+and ``write`` splits one.
 """
 
 from megatron_npu.pretrain.checkpoint.torch_format.files import holds_ranks, untracked

@@ -35,8 +35,8 @@ class RankFiles:
     """The files of a checkpoint.
 
     Attributes:
-        tensor, pipeline: tensor- and pipeline-parallel size.
-        paths: maps (tensor rank, pipeline rank) to the file.
+        tensor, pipeline: the tensor- and pipeline-parallel sizes.
+        paths: maps (tensor rank, pipeline rank) to the path of the file.
     """
 
     tensor: int
@@ -47,7 +47,7 @@ class RankFiles:
 def untracked(root: str | Path) -> Path | None:
     """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
 
-    A single ``model_optim_rng.pt`` is accepted too, given as a file or by its directory.
+    A single ``model_optim_rng.pt`` is accepted too, given as a file or as its directory.
     """
     place = Path(root)
     places = (place / checkpoint_files.RELEASE, place.parent if place.name in NAMES else place)
@@ -55,7 +55,7 @@ def untracked(root: str | Path) -> Path | None:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Return whether a checkpoint's directory has this format."""
+    """Return True if a checkpoint's directory has this format."""
     return (
         any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*")) or _file_in(path) is not None
     )
@@ -75,7 +75,7 @@ def ranks(path: Path) -> RankFiles:
         return RankFiles(1, 1, {(0, 0): alone})
     paths = _by_rank(path)
     if not paths:
-        raise _incomplete(path, f"no mp_rank_*/{NAMES[0]}")
+        raise _incomplete(path, f"it has no mp_rank_*/{NAMES[0]}")
     tensor, pipeline = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     if missing := sorted(wanted - paths.keys()):
@@ -84,7 +84,7 @@ def ranks(path: Path) -> RankFiles:
 
 
 def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the existing files by tensor and pipeline rank."""
+    """Return the existing files, keyed by tensor and pipeline rank."""
     paths = {}
     for folder in sorted(path.glob("mp_rank_*")):
         named = _FOLDER.fullmatch(folder.name)
@@ -95,10 +95,10 @@ def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> None:
-    """Check that the number of ranks equals that in a file's arguments.
+    """Check that the number of ranks equals the number in a file's arguments.
 
     Raises:
-        UsageError: the files of the last ranks are missing.
+        UsageError: the numbers differ, because the files of the last ranks are missing.
     """
     tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", found.tensor))
     pipeline = args.get("pipeline_model_parallel_size", found.pipeline)
@@ -111,13 +111,11 @@ def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> Non
 
 
 def _incomplete(path: Path, what: str) -> UsageError:
-    return UsageError(
-        f"the checkpoint {path} is incomplete: {what}", "one file per rank", "Get the missing files."
-    )
+    return UsageError(f"the checkpoint {path} is incomplete: {what}", remedy="Get the missing files.")
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the content of a rank's file; tensors stay on disk until they are used.
+    """Return the content of a rank's file; its tensors stay on disk until they are used.
 
     Raises:
         UsageError: the file is damaged, or contains something other than plain values.

@@ -1,4 +1,4 @@
-"""Map parameter names and layouts of 285068c8 and older versions to megatron-core's, and back."""
+"""Map parameter names and layouts of 285068c8 and older versions to those of megatron-core, and back."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(?:weight|bias)")
 def of_core(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a chunk's weights under megatron-core's names, with layers numbered within the chunk.
 
-    Unknown names are kept, so that the caller sees them.
+    Unknown names are kept, so that the caller can detect them.
 
     Args:
-        model: ``model`` or ``model0``, … of a rank's file: nested in 285068c8, flat in megatron-core.
+        model: the entry ``model`` or ``model0``, … of a rank's file: nested in 285068c8, flat in
+            megatron-core.
     """
     return {_of_core(name): tensor for name, tensor in _flat(model) if not _COPIES.fullmatch(name)}
 
@@ -72,7 +73,7 @@ def _of_core(name: str) -> str:
 
 
 def to_285068c8(name: str) -> list[str]:
-    """Return the path of keys under which 285068c8 stores a weight, from megatron-core's name.
+    """Return the path of keys under which 285068c8 stores a weight, given its megatron-core name.
 
     Raises:
         KeyError: 285068c8 has no such weight.
@@ -87,14 +88,14 @@ def to_285068c8(name: str) -> list[str]:
 
 
 def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Tensor:
-    """Make query, key and value of each head adjacent in a rank's ``linear_qkv``; return other weights
-    unchanged.
+    """Make the query, key and value of each head adjacent in ``linear_qkv``; other weights are not changed.
 
     Args:
         name: megatron-core's name.
-        tensor: [3·np·hn, …] of one rank.
-        version: ``checkpoint_version``; the factor 3 is outermost before version 1 and innermost before 2.
-        heads: np of one rank.
+        tensor: [3·np·hn, …], the part of one rank.
+        version: ``checkpoint_version``; the factor 3 is outermost before version 1 and innermost before
+            version 2.
+        heads: np, the number of heads of one rank.
     """
     if version >= 2 or not _QKV.fullmatch(name):
         return tensor
@@ -111,5 +112,5 @@ def layers_in(names: Mapping[str, Any]) -> set[int]:
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return the name with the layer number shifted; names without a layer are unchanged."""
+    """Return the name with the layer number shifted; names without a layer number are not changed."""
     return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", name)

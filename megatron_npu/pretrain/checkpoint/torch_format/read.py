@@ -1,4 +1,4 @@
-"""Assemble a model from the files of all ranks, whatever layout it was trained in."""
+"""Assemble a model from the files of all ranks, regardless of the layout in which it was trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def _say(message: str) -> None:
-    """Log an assumption once, although a checkpoint is read several times."""
+    """Log an assumption only once, even if a checkpoint is read several times."""
     _logger.warning(message)
 
 
@@ -128,8 +128,8 @@ class Checkpoint:
         layers = names.layers_in(self._parts)
         positions, hidden = self.whole("embedding.position_embeddings.weight").shape
         _say(
-            f"{self.path} has no arguments: assuming {len(layers)} layers of hidden size {hidden} and "
-            f"{hidden // _HEAD} heads of size {_HEAD}, as in GPT-2"
+            f"{self.path} has no arguments; it is assumed to have {len(layers)} layers of "
+            f"hidden size {hidden} and {hidden // _HEAD} heads of size {_HEAD}, as in GPT-2"
         )
         return {
             "num_layers": len(layers),
@@ -142,12 +142,13 @@ class Checkpoint:
         }
 
     def _assume_fused_gelu(self) -> None:
-        """Assume the default GELU, which is the fused one, if Megatron's tool has dropped the flag."""
+        """Assume the default GELU, the fused one, if Megatron's conversion tool has dropped the flag."""
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
-                f"{self.path} was written by Megatron's checkpoint conversion tool, which does not store "
-                "--no-bias-gelu-fusion and --layernorm-epsilon: assuming their defaults"
+                f"{self.path} was written by Megatron's checkpoint conversion tool, which does "
+                "not store --no-bias-gelu-fusion and --layernorm-epsilon; their defaults are "
+                "assumed"
             )
 
     def _require_all_layers(self) -> None:
@@ -158,13 +159,12 @@ class Checkpoint:
     def _damaged(self, reason: str) -> UsageError:
         return UsageError(
             f"the checkpoint {self.path} cannot be read: {reason}",
-            "a Megatron-LM GPT checkpoint with the files of all ranks",
-            "Get the missing files, or load another checkpoint.",
+            remedy="Get the missing files of all ranks, or load another checkpoint.",
         )
 
 
 def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the model chunks in a rank's file; there are several if stages are interleaved."""
+    """Return the model chunks in a rank's file; there are several if pipeline stages are interleaved."""
     if "model" in content:
         return [content["model"]]
     return [content[f"model{number}"] for number in range(len(content)) if f"model{number}" in content]
@@ -172,9 +172,9 @@ def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load the weights of a checkpoint into this rank's chunks of a model, in any layout.
+    """Load the weights of a checkpoint into this rank's chunks of a model with any layout.
 
-    Vocabulary rows that the checkpoint lacks become zeros.
+    Vocabulary rows that are missing from the checkpoint are set to zero.
 
     Raises:
         UsageError: files are missing or damaged, or the weights belong to another model.
@@ -210,9 +210,9 @@ def _in_whole_model(chunk: Any, name: str) -> str:
 def _copy(parameter: Tensor, part: Tensor, name: str, path: Path) -> None:
     if part.shape != parameter.shape:
         raise UsageError(
-            f"{path}: {name} has the shape {list(part.shape)}",
-            f"{list(parameter.shape)}, the shape that the checkpoint's arguments imply",
-            "Load another checkpoint.",
+            f"{path}: {name} must have the shape {list(parameter.shape)}, which the checkpoint's arguments "
+            f"imply, but has {list(part.shape)}",
+            remedy="Load another checkpoint.",
         )
     rows, where = row_shards.rows_of_rank(parameter)
     rows.copy_(part[where])
@@ -222,7 +222,7 @@ def _require_all_used(rest: set[str], path: Path) -> None:
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
         raise UsageError(
-            f"{path} has the unexpected tensor {min(rest)}{more}",
-            "only the weights of the plain GPT that its arguments describe",
-            "Load a checkpoint of a plain GPT.",
+            f"{path} has the unexpected tensor {min(rest)}{more}, which is not a weight of the plain GPT "
+            "that its arguments describe",
+            remedy="Load a checkpoint of a plain GPT.",
         )

@@ -21,9 +21,9 @@ def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
 
     Args:
         name: megatron-core's name.
-        parts: each tensor-parallel rank's part.
-        gated: whether the MLP is gated: each rank then has its part of the gate, followed by that of the
-            other factor.
+        parts: the part of each tensor-parallel rank.
+        gated: whether the MLP is gated; if so, each part consists of a part of the gate followed by a part of
+            the other factor.
     """
     if len(parts) == 1 or not (_ROWS.fullmatch(name) or _COLUMNS.fullmatch(name)):
         return parts[0]
@@ -36,7 +36,7 @@ def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
 
 
 def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
-    """Split a weight into the parts of ``size`` tensor-parallel ranks; the inverse of ``join``."""
+    """Split a weight into the parts of ``size`` tensor-parallel ranks; this is the inverse of ``join``."""
     if _COLUMNS.fullmatch(name):
         return list(tensor.chunk(size, dim=1))
     if not _ROWS.fullmatch(name):

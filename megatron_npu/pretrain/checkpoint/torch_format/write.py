@@ -1,7 +1,7 @@
-"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, others for megatron-core.
+"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, and other models for megatron-core.
 
-285068c8 has no rotary positions, RMSNorm or gated MLP. megatron-core's scripts also load the format
-(``--ckpt-format torch``), with their own weight names and layers counted from 0 in each stage.
+285068c8 does not support rotary positions, RMSNorm or gated MLPs. megatron-core's scripts also load the
+format (``--ckpt-format torch``), with their own weight names and with layers counted from 0 in each stage.
 
 These functions take all frozen flags of the model, because a file contains them as the Namespace that
 upstream's scripts read.
@@ -50,16 +50,16 @@ _KEPT = """
 
 
 def is_of_285068c8(args: Flags) -> bool:
-    """Return whether the files are for 285068c8, that is, whether the model has learned positions."""
+    """Return True if the files are for 285068c8, that is, if the model has learned positions."""
     return args.position_embedding_type == "learned_absolute"
 
 
 def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
-    """Check that the scripts that load the files support the model, and that these sizes can partition it.
+    """Check that the scripts that load the files support the model, and that the model fits these sizes.
 
     Args:
         args: the trainer's arguments for the model.
-        tensor, pipeline: model-parallel sizes.
+        tensor, pipeline: the model-parallel sizes.
 
     Raises:
         UsageError: a property of the model is not supported; the error names it.
@@ -71,11 +71,11 @@ def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if getattr(args, name) % tensor:
             raise _refusal(
-                f"--tensor-model-parallel-size {tensor}", f"a divisor of {name} {getattr(args, name)}"
+                f"--tensor-model-parallel-size must divide {name} {getattr(args, name)}, but got {tensor}"
             )
     if args.num_layers % pipeline:
         raise _refusal(
-            f"--pipeline-model-parallel-size {pipeline}", f"a divisor of the {args.num_layers} layers"
+            f"--pipeline-model-parallel-size must divide the {args.num_layers} layers, but got {pipeline}"
         )
 
 
@@ -83,35 +83,33 @@ def _require_model_of_285068c8(args: Flags) -> None:
     for name, value, meaning in _ONLY:
         if getattr(args, name) != value:
             raise _refusal(
-                f"a model with {name} {getattr(args, name)}",
-                f"{meaning}, the only kind that {UPSTREAM} supports",
+                f"{UPSTREAM} supports only {meaning}, but the model has {name} {getattr(args, name)}"
             )
     if args.num_query_groups != args.num_attention_heads:
         raise _refusal(
-            f"{args.num_query_groups} query groups",
-            f"separate keys and values for each head, the only kind that {UPSTREAM} supports",
+            f"{UPSTREAM} supports only separate keys and values for each head, but the model has "
+            f"{args.num_query_groups} query groups"
         )
     if args.tokenizer_type != "GPT2BPETokenizer":
         raise _refusal(
-            "a model without GPT-2's tokenizer", f"vocab.json and merges.txt, which {UPSTREAM} needs for text"
+            f"{UPSTREAM} requires GPT-2's vocab.json and merges.txt for text, but the model has the "
+            f"tokenizer {args.tokenizer_type}"
         )
 
 
 def _require_model_of_core(args: Flags) -> None:
     if args.num_experts is not None:
         raise _refusal(
-            "a model with experts", "a dense model: the format does not store where each expert is"
+            "a model with experts is not supported, because the format does not store where each expert is"
         )
     unknown = [what for what in stock_arguments.beyond(args) if "core_v" not in what]
     if unknown:
-        raise _refusal(
-            f"a model with {unknown[0]}", "a model that the flags of megatron-core's scripts can describe"
-        )
+        raise _refusal(f"the flags of megatron-core's scripts cannot describe a model with {unknown[0]}")
 
 
-def _refusal(given: str, expected: str) -> UsageError:
+def _refusal(problem: str) -> UsageError:
     return UsageError(
-        f"--ckpt-format torch: {given}", expected, "Nothing was written; torch_dist has no such limits."
+        f"--ckpt-format torch: {problem}", remedy="Nothing was written; torch_dist has no such limits."
     )
 
 
@@ -145,7 +143,10 @@ def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, p
 def _of_rank(
     args: Flags, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and this rank's part of each weight; ``tensor`` and ``pipeline`` are (rank, size)."""
+    """Yield the name of each weight and this rank's part of it.
+
+    ``tensor`` and ``pipeline`` are pairs (rank, size).
+    """
     stage, stages = pipeline
     count = args.num_layers // stages
     for name, weight in weights.items():

@@ -1,1 +1,1 @@
-"""Weights on their way between a checkpoint and the ranks of a run."""
+"""Conversions of weights between a checkpoint and the ranks of a run."""

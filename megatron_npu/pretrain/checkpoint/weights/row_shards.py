@@ -1,8 +1,9 @@
-"""Parameters sharded by torch's FSDP in megatron-core's checkpoints: each rank has some rows.
+"""Support for parameters sharded by rows with torch's FSDP in megatron-core's checkpoints.
 
 megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so the checkpoint equals that of a
-run without FSDP and can be resumed with any layout. This module handles what megatron-core leaves to its own
-scripts or gets wrong: the weight of a gated MLP, and converting plain tensors back to shards.
+run without FSDP and can be resumed with any layout. This module handles the cases that megatron-core leaves
+to its own scripts or handles incorrectly: the weight of a gated MLP, and converting plain tensors back to
+shards.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
     """Check that every rank has the same number of rows, as megatron-core's checkpoints require.
 
     Raises:
-        UsageError: the ranks cannot divide the rows of a parameter equally.
+        UsageError: the rows of a parameter cannot be divided equally among the ranks.
     """
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
             if parameter.size(0) % ranks:
                 raise UsageError(
-                    "--fsdp-memory-optimization with --save or --load cannot distribute "
-                    f"{parameter.size(0)} rows of {name.removeprefix('module.')} evenly over {ranks} ranks",
-                    "the same number of rows on each rank, which megatron-core's checkpoints require",
-                    "Use a number of ranks that divides the rows, or --zero-1-memory-optimization.",
+                    "--fsdp-memory-optimization with --save or --load requires the same number of rows on "
+                    f"each rank, but {parameter.size(0)} rows of {name.removeprefix('module.')} cannot be "
+                    f"distributed evenly over {ranks} ranks",
+                    remedy="Use a number of ranks that divides the rows, or --zero-1-memory-optimization.",
                 )
 
 
 def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a chunk's ``sharded_state_dict`` with gated MLPs as rows.
+    """Return the result of a chunk's ``sharded_state_dict`` with the weights of gated MLPs as rows.
 
-    megatron-core (up to 0.19) treats each rank's rows as half gate, half input. With FSDP the first ranks
-    have the gate and the others the input, so the checkpoint would fit only that number of ranks.
+    megatron-core (up to 0.19) treats each rank's rows as half gate, half input. With FSDP, the first ranks
+    have the gate and the others the input, so the checkpoint could only be loaded with the same number of
+    ranks.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -73,7 +75,7 @@ def shared_out(content: Any, current: Any) -> Any:
 
     Args:
         content: dictionaries and lists of tensors and other values.
-        current: the same structure of the running model or optimizer; it may have more or fewer entries.
+        current: the same structure from the running model or optimizer; it may have more or fewer entries.
     """
     if isinstance(content, dict) and isinstance(current, dict):
         return {name: shared_out(value, current.get(name)) for name, value in content.items()}
@@ -92,7 +94,7 @@ def shared_out(content: Any, current: Any) -> Any:
 
 
 def rows_of_rank(parameter: Tensor) -> tuple[Tensor, slice]:
-    """Return this rank's rows of a parameter and their indices; all rows if it is not sharded."""
+    """Return this rank's rows of a parameter and their indices, or all rows if it is not sharded."""
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.size(0))
     rows = parameter.to_local()

@@ -1,8 +1,8 @@
-"""A model's weights as used by megatron-core's checkpoints, without a second copy in memory.
+"""Access to a model's weights for megatron-core's checkpoints, without a second copy in memory.
 
 megatron-core splits some parameters, such as the halves of a gated MLP, into several tensors of a checkpoint.
-It clones each of these views when writing, and concatenates new ones after reading, which needs memory for
-half of a Llama model.
+It clones each of these views when writing, and concatenates new tensors after reading, which requires
+additional memory for half of a Llama model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_in_place(wanted: dict[str, Any]) -> None:
 
 
 def _whole(parameter: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Return the parameter if all parts lie in its memory; otherwise the result of ``merge``."""
+    """Return the parameter if all parts are views of its memory, and the result of ``merge`` otherwise."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     home = _memory(parameter)
@@ -44,7 +44,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GivenAway:
-    """A model that is not needed after saving: split parameters are moved into the checkpoint, not cloned.
+    """A model that is not used after saving: split parameters are moved into the checkpoint, not cloned.
 
     Pass it to the saving functions instead of the model.
 
@@ -60,7 +60,7 @@ class GivenAway:
         return self._model.parameters()
 
     def sharded_state_dict(self, *, metadata: Any = None) -> dict[str, Any]:
-        """Return the result of the model's method, with each tensor in separate memory."""
+        """Return the result of the model's ``sharded_state_dict``, with each tensor in separate memory."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

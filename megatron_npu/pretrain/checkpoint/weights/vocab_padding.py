@@ -1,9 +1,9 @@
-"""Fill padding rows of the vocabulary if a checkpoint has fewer than the layout needs.
+"""Fill padding rows of the vocabulary if a checkpoint has fewer rows than the layout requires.
 
-megatron-core fills them with zeros, whose logit is 0. In a model whose other logits are far below 0, such as
-OpenAI's GPT-2, this would make padding the most likely token. Here they are the mean of the real rows: the
-exponential of the mean of all logits is at most the mean of their exponentials, so a padding row gets at most
-1/V of the softmax's sum.
+megatron-core fills these rows with zeros, so that their logit is 0. In a model whose other logits are far
+below 0, such as OpenAI's GPT-2, this would make a padding token the most likely one. Here these rows are the
+mean of the real rows: the exponential of the mean of all logits is at most the mean of their exponentials, so
+a padding row gets at most 1/V of the softmax's sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
     Args:
         rows: [rows, h], this process's rows that represent tokens; may be empty.
         vocab_size: number of such rows in all processes.
-        group: the processes that share the rows, all of which must call this; None: this process has all
+        group: the processes that share the rows, all of which must call this. If None, this process has all
             rows.
     """
     total = rows.float().sum(0)
@@ -35,12 +35,12 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
-    """Fill the rows that a checkpoint lacks. All ranks must call this.
+    """Fill the rows that are missing from a checkpoint. All ranks must call this.
 
     Args:
-        model: this process's chunks.
-        saved_rows: rows of the embedding in the checkpoint, including padding.
-        vocab_size: number of rows that represent tokens.
+        model: this process's chunks of the model.
+        saved_rows: the number of rows of the embedding in the checkpoint, including padding.
+        vocab_size: the number of rows that represent tokens.
     """
     for chunk in map(unwrap, model):
         for name in ("embedding.word_embeddings", "output_layer"):

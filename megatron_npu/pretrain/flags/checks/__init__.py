@@ -1,4 +1,4 @@
-"""Check the flags group by group; derived values are set in between.
+"""Checks of the flags, group by group; derived values are set between the groups.
 
 Each function raises ``UsageError`` with a one-line message. ``validation.check`` calls them in order.
 """
@@ -13,26 +13,26 @@ from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 
 
-def divides(divisor: int, what: str, number: int, of: str) -> None:
+def divides(divisor: int, what: str, number: int, of: str, remedy: str = "Change one of the two.") -> None:
     """Check that ``number`` is divisible by ``divisor``; ``what`` and ``of`` name them in the message.
 
     Raises:
-        UsageError: it is not divisible.
+        UsageError: ``number`` is not divisible by ``divisor``.
     """
     if number % divisor:
-        raise UsageError(f"{of} {number}", f"a multiple of {what} = {divisor}", "Change one of the two.")
+        raise UsageError(f"{of} must be a multiple of {what} = {divisor}, but got {number}", remedy=remedy)
 
 
 def nothing_without(
-    first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, expected: str, remedy: str
+    first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, remedy: str
 ) -> None:
-    """Check that no flag of a group is given without ``first``, because it would have no effect.
+    """Check that no flag of a group is given without ``first``, because the flag would have no effect.
 
     Args:
         first: the flag that is not given.
-        add: adds the group's flags to a parser.
+        add: adds the flags of the group to a parser.
         args: the run's flags.
-        expected, remedy: parts of the message.
+        remedy: an instruction that fixes the problem.
 
     Raises:
         UsageError: a flag of the group is given.
@@ -41,4 +41,4 @@ def nothing_without(
     add(parser.add_argument)
     for action in parser._actions:
         if action.dest != "help" and getattr(args, action.dest) != action.default:
-            raise UsageError(f"{action.option_strings[0]} without {first}", expected, remedy)
+            raise UsageError(f"{action.option_strings[0]} requires {first}", remedy=remedy)

@@ -1,4 +1,4 @@
-"""Checks of the data: tokenizer, files, and documents in every split that is used."""
+"""Checks of the data: the tokenizer, the files, and documents in every split that is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.pretrain.report import drawn_texts
 
 
 def check(args: Namespace) -> None:
-    """Check tokenizer and datasets by opening them; set the vocabulary sizes.
+    """Check the tokenizer and the datasets by opening them, and set the vocabulary sizes.
 
     Raises:
         UsageError: a file is missing or damaged, or a split that is used has no documents.
@@ -28,7 +28,10 @@ def check(args: Namespace) -> None:
     _validation(args)
     if not args.has_data:
         if args.trains or not args.save:
-            raise UsageError("no --data-path", "the path prefix of a dataset, or --mock-data", "Pass one.")
+            raise UsageError(
+                "neither --data-path nor --mock-data was given",
+                remedy="Pass the path prefix of a dataset with --data-path, or --mock-data.",
+            )
         return
     if args.train_data_path:
         _parts_of_their_own(args, vocabulary)
@@ -39,7 +42,7 @@ def check(args: Namespace) -> None:
 
 
 def tokenizer(args: Namespace) -> Tokenizer:
-    """Return the tokenizer; set the vocabulary sizes.
+    """Return the tokenizer, and set the vocabulary sizes.
 
     Raises:
         UsageError: a tokenizer file is missing or damaged.
@@ -56,19 +59,19 @@ def tokenizer(args: Namespace) -> Tokenizer:
 
 
 def _one_source(args: Namespace) -> None:
-    """Reject several kinds of data sources, because Megatron takes only one."""
+    """Reject several kinds of data sources at once, because Megatron accepts only one."""
     parts = [f"--{part}-data-path" for part in PARTS if getattr(args, f"{part}_data_path")]
     kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
     given = [flag for kind in kinds for flag in kind]
     if len(given) > 1:
-        raise UsageError(" and ".join(given), "only one of them", "Remove one.")
+        raise UsageError(f"{' and '.join(given)} are mutually exclusive", remedy="Remove one of them.")
     if parts and not args.train_data_path:
-        raise UsageError(f"{parts[0]} without --train-data-path", "both flags", "Add --train-data-path.")
+        raise UsageError(f"{parts[0]} requires --train-data-path", remedy="Add --train-data-path.")
     if parts and args.split is not None:
         raise UsageError(
-            f"--split {args.split!r} with --train-data-path",
-            "only one of them",
-            "Remove --split, which applies only to --data-path.",
+            f"--split {args.split!r} cannot be used with --train-data-path, because it applies only to "
+            "--data-path",
+            remedy="Remove --split.",
         )
 
 
@@ -90,17 +93,21 @@ def _validation(args: Namespace) -> None:
     if not asked:
         return
     if args.mock_data:
-        raise UsageError(f"{asked[0]} with --mock-data", "data of a known size", "Remove one.")
+        raise UsageError(
+            f"{asked[0]} cannot be used with --mock-data, because the synthetic data has no fixed size",
+            remedy="Remove one of the two flags.",
+        )
     if args.multiple_validation_sets and not args.valid_data_path:
         raise UsageError(
-            "--multiple-validation-sets without --valid-data-path",
-            "the path prefixes of the validation sets",
-            "Use --train-data-path and --valid-data-path instead of --data-path.",
+            "--multiple-validation-sets requires --valid-data-path with the path prefixes of the "
+            "validation sets",
+            remedy="Use --train-data-path and --valid-data-path instead of --data-path.",
         )
     flag = "--valid-data-path" if args.train_data_path else "--data-path"
     if blend(args.valid_data_path or args.data_path or [], flag)[0] is not None:
         raise UsageError(
-            f"{asked[0]} with weights in {flag}", "only prefixes, as upstream requires", "Remove the weights."
+            f"{asked[0]} does not support weights in {flag}; upstream requires prefixes without weights",
+            remedy="Remove the weights.",
         )
 
 
@@ -108,9 +115,8 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
     """Check the datasets of ``--train-data-path``, ``--valid-data-path`` and ``--test-data-path``."""
     if _validates(args) and not args.valid_data_path:
         raise UsageError(
-            "--train-data-path without --valid-data-path",
-            "data for validation too",
-            "Add --valid-data-path, or pass --eval-iters 0.",
+            "--train-data-path requires --valid-data-path, unless the run has no validation",
+            remedy="Add --valid-data-path, or pass --eval-iters 0.",
         )
     for part in PARTS:
         flag, words = f"--{part}-data-path", getattr(args, f"{part}_data_path") or []
@@ -138,7 +144,7 @@ def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
     ):
         if needed and part <= 0:
             raise UsageError(
-                f"--split {args.split!r} leaves no document{of} for {name}",
-                "a share above 0, and enough documents for it",
-                "Change --split" + ("." if name == "training" else ", or pass --eval-iters 0."),
+                f"--split {args.split!r} leaves no document{of} for {name}; the share must be above 0, and "
+                "there must be enough documents for it",
+                remedy="Change --split" + ("." if name == "training" else ", or pass --eval-iters 0."),
             )

@@ -1,4 +1,4 @@
-"""Checks of mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
+"""Checks of the mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_npu.pretrain.flags.checks import divides, nothing_without
 # (first version of megatron-core, the attribute, the values that it does not have before, what to do there)
 _SINCE: tuple[tuple[str, str, object, str], ...] = (
     ("0.13", "moe_router_force_load_balancing", True, "Remove the flag."),
-    ("0.14", "moe_router_load_balancing_type", "global_aux_loss", "Give aux_loss."),
+    ("0.14", "moe_router_load_balancing_type", "global_aux_loss", "Pass aux_loss."),
     ("0.14", "moe_router_fusion", True, "Remove the flag."),
-    ("0.15", "add_bias_linear", True, "Give --disable-bias-linear."),
+    ("0.15", "add_bias_linear", True, "Pass --disable-bias-linear."),
 )
 
 
 def check(args: Namespace) -> None:
-    """Check the model's expert flags; set derived sizes.
+    """Check the model's expert flags, and set derived sizes.
 
     Raises:
         UsageError: a flag requires --num-experts or another flag, or is not supported by this megatron-core.
     """
     if args.num_experts is None:
-        nothing_without("--num-experts", expert_flags.add, args, "a mixture of experts", "Add it.")
+        nothing_without("--num-experts", expert_flags.add, args, "Add --num-experts.")
         derive.experts(args)
         return
     derive.experts(args)
@@ -36,15 +36,13 @@ def check(args: Namespace) -> None:
     _versions(args)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
         raise UsageError(
-            "--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
-            "--moe-shared-expert-intermediate-size",
-            "Add it.",
+            "--moe-shared-expert-gate requires --moe-shared-expert-intermediate-size", remedy="Add it."
         )
     if args.moe_token_dispatcher_type == "flex":
         raise UsageError(
-            "--moe-token-dispatcher-type flex",
-            "allgather or alltoall: flex uses DeepEP or HybridEP, which are CUDA libraries",
-            "Pass alltoall.",
+            "--moe-token-dispatcher-type must be allgather or alltoall, but got flex, which uses DeepEP "
+            "or HybridEP; both are CUDA libraries",
+            remedy="Pass alltoall.",
         )
 
 
@@ -52,35 +50,35 @@ def _layers(args: Namespace) -> None:
     frequency = args.moe_layer_freq
     if isinstance(frequency, list) and len(frequency) != args.num_layers:
         raise UsageError(
-            f"--moe-layer-freq describes {len(frequency)} layers",
-            f"--num-layers {args.num_layers}",
-            "Change one of the two.",
+            f"--moe-layer-freq must describe --num-layers {args.num_layers} layers, but describes "
+            f"{len(frequency)}",
+            remedy="Change one of the two.",
         )
     if not any(derive.expert_layers(args)):
         raise UsageError(
-            f"--moe-layer-freq {frequency} selects no layer", "at least one layer with experts", "Change it."
+            f"--moe-layer-freq must select at least one layer with experts, but {frequency} selects none",
+            remedy="Change it.",
         )
 
 
 def _router(args: Namespace) -> None:
     if args.moe_router_topk > args.num_experts:
         raise UsageError(
-            f"--moe-router-topk {args.moe_router_topk}",
-            f"at most --num-experts {args.num_experts}",
-            "Lower it.",
+            f"--moe-router-topk must be at most --num-experts {args.num_experts}, but got "
+            f"{args.moe_router_topk}",
+            remedy="Lower it.",
         )
     plain = args.moe_router_score_function == "softmax" and not args.moe_router_pre_softmax
     if args.moe_router_topk == 1 and plain and args.moe_router_load_balancing_type != "sinkhorn":
         raise UsageError(
-            "--moe-router-topk 1 with a softmax over the selected experts, which is always 1",
-            "--moe-router-pre-softmax, which computes the softmax over all experts",
-            "Add it.",
+            "--moe-router-topk 1 requires --moe-router-pre-softmax, which computes the softmax over all "
+            "experts; a softmax over the single selected expert is always 1",
+            remedy="Add it.",
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise UsageError(
-            "--moe-router-enable-expert-bias without --moe-router-score-function sigmoid",
-            "both flags",
-            "Add --moe-router-score-function sigmoid.",
+            "--moe-router-enable-expert-bias requires --moe-router-score-function sigmoid",
+            remedy="Add --moe-router-score-function sigmoid.",
         )
     _groups(args)
 
@@ -89,16 +87,17 @@ def _groups(args: Namespace) -> None:
     groups, taken = args.moe_router_num_groups, args.moe_router_group_topk
     if (groups is None) != (taken is None):
         raise UsageError(
-            "only one of --moe-router-num-groups and --moe-router-group-topk",
-            "both flags or neither",
-            "Add the other flag.",
+            "--moe-router-num-groups and --moe-router-group-topk must be passed together, but only one of "
+            "them was given",
+            remedy="Add the other flag.",
         )
     if groups is not None:
         divides(groups, "--moe-router-num-groups", args.num_experts, "--num-experts")
         divides(taken, "--moe-router-group-topk", args.moe_router_topk, "--moe-router-topk")
         if taken > groups:
             raise UsageError(
-                f"--moe-router-group-topk {taken}", f"at most --moe-router-num-groups {groups}", "Lower it."
+                f"--moe-router-group-topk must be at most --moe-router-num-groups {groups}, but got {taken}",
+                remedy="Lower it.",
             )
 
 
@@ -106,16 +105,17 @@ def _balance(args: Namespace) -> None:
     kinds, weights = _list(args.moe_router_load_balancing_type), _list(args.moe_aux_loss_coeff)
     if len(kinds) != len(weights) or len(set(kinds)) != len(kinds):
         raise UsageError(
-            f"{len(kinds)} --moe-router-load-balancing-type and {len(weights)} --moe-aux-loss-coeff",
-            "one weight for each type, and each type only once",
-            "Change one of the two flags.",
+            "each --moe-router-load-balancing-type must be named once and have one --moe-aux-loss-coeff, "
+            f"but got {len(kinds)} types and {len(weights)} weights",
+            remedy="Change one of the two flags.",
         )
     for kind, weight in zip(kinds, weights, strict=True):
         if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
             raise UsageError(
-                f"--moe-aux-loss-coeff {weight:g} with --moe-router-load-balancing-type {kind}",
-                "a type that has a balancing loss, or the weight 0",
-                "Change one of the two flags.",
+                f"--moe-router-load-balancing-type {kind} has no balancing loss, so that its "
+                "--moe-aux-loss-coeff must be 0 and no other type may be named, but got the weight "
+                f"{weight:g}",
+                remedy="Change one of the two flags.",
             )
     _capacity(args, kinds)
 
@@ -123,15 +123,13 @@ def _balance(args: Namespace) -> None:
 def _capacity(args: Namespace, kinds: list[Any]) -> None:
     if args.moe_expert_capacity_factor is not None and "sinkhorn" in kinds:
         raise UsageError(
-            "--moe-expert-capacity-factor with sinkhorn",
-            "another --moe-router-load-balancing-type",
-            "Remove it.",
+            "--moe-expert-capacity-factor cannot be used with --moe-router-load-balancing-type sinkhorn",
+            remedy="Remove it.",
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise UsageError(
-            "--moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor",
-            "both flags",
-            "Add --moe-expert-capacity-factor.",
+            "--moe-pad-expert-input-to-capacity requires --moe-expert-capacity-factor",
+            remedy="Add --moe-expert-capacity-factor.",
         )
 
 
@@ -144,7 +142,7 @@ def _bias(args: Namespace) -> None:
     ):
         if getattr(args, attribute):
             raise UsageError(
-                flag, "--disable-bias-linear as well, because this flag does not support biases", "Add it."
+                f"{flag} requires --disable-bias-linear, because it does not support biases", remedy="Add it."
             )
 
 
@@ -152,22 +150,22 @@ def _versions(args: Namespace) -> None:
     version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
     if version == (0, 16) and args.moe_grouped_gemm and not args.bf16:
         raise UsageError(
-            f"--moe-grouped-gemm without --bf16 with megatron-core {args.megatron_version}",
-            "bf16, the only supported type",
-            "Add --bf16.",
+            f"--moe-grouped-gemm requires --bf16 with megatron-core {args.megatron_version}, which "
+            "supports no other type",
+            remedy="Add --bf16.",
         )
     for since, name, value, remedy in _SINCE:
         if value in _list(getattr(args, name)) and version < tuple(map(int, since.split("."))):
             raise UsageError(
-                f"{_shown(name, value)} with megatron-core {args.megatron_version}",
-                f"{since} or later",
-                remedy,
+                f"{_shown(name, value)} cannot be used with megatron-core {args.megatron_version}, only "
+                f"with {since} or later",
+                remedy=remedy,
             )
     if version < (0, 14) and isinstance(args.moe_router_load_balancing_type, list):
         raise UsageError(
-            f"several --moe-router-load-balancing-type with megatron-core {args.megatron_version}",
-            "0.14 or later",
-            "Pass one.",
+            "several --moe-router-load-balancing-type cannot be used with megatron-core "
+            f"{args.megatron_version}, only with 0.14 or later",
+            remedy="Pass one.",
         )
 
 
@@ -190,32 +188,30 @@ def layout(args: Namespace) -> None:
     _tensor_parallel(args, tensor, expert)
     if expert > 1 and args.use_cpu_initialization:
         raise UsageError(
-            "--use-cpu-initialization with --expert-model-parallel-size",
-            "weights initialized on the device: on the host, all ranks would initialize their experts "
-            "identically",
-            "Remove it.",
+            "--use-cpu-initialization cannot be used with --expert-model-parallel-size, because on the "
+            "host all ranks would initialize their experts identically",
+            remedy="Remove it.",
         )
 
 
 def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
     if args.add_bias_linear and tensor > 1:
         raise UsageError(
-            f"expert biases with --expert-tensor-parallel-size {tensor}",
-            "1",
-            "Pass --disable-bias-linear.",
+            f"--expert-tensor-parallel-size must be 1 for experts with biases, but got {tensor}",
+            remedy="Pass --disable-bias-linear.",
         )
     if expert == 1 and tensor != args.tensor_model_parallel_size:
         raise UsageError(
-            f"--expert-tensor-parallel-size {tensor} with --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} and no --expert-model-parallel-size",
-            "equal sizes, or expert parallelism: otherwise megatron-core does not sum the experts' gradients",
-            "Change one of the two.",
+            "--expert-tensor-parallel-size must equal --tensor-model-parallel-size without expert "
+            "parallelism, because megatron-core does not sum the experts' gradients otherwise, but got "
+            f"{tensor} and {args.tensor_model_parallel_size}",
+            remedy="Change one of the two, or pass --expert-model-parallel-size.",
         )
     if args.tensor_model_parallel_size > 1 and args.train_iters != 0 and not args.sequence_parallel:
         raise UsageError(
-            "experts with --tensor-model-parallel-size, without --sequence-parallel",
-            "both flags, which megatron-core requires to train experts",
-            "Add --sequence-parallel.",
+            "experts with --tensor-model-parallel-size require --sequence-parallel, without which "
+            "megatron-core does not train experts",
+            remedy="Add --sequence-parallel.",
         )
 
 
@@ -223,11 +219,14 @@ def _divided(args: Namespace, tensor: int, expert: int) -> None:
     """Check that the expert sizes are divisible by the number of ranks that share them."""
     divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
     divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
+    together = tensor * expert * args.pipeline_model_parallel_size
     divides(
-        tensor * expert * args.pipeline_model_parallel_size,
+        together,
         "expert-tensor x expert x pipeline parallel sizes",
         args.world_size,
         "the number of processes",
+        f"Start a multiple of {together} processes, such as `torchrun --nproc-per-node {together} "
+        "-m megatron_npu pretrain …`, or change the sizes.",
     )
     shared = args.moe_shared_expert_intermediate_size
     if shared is not None:

@@ -10,10 +10,10 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check the flags of both, and set the rotary type.
+    """Check the flags of both, and set the type of the rotary embedding.
 
     Raises:
-        UsageError: a flag requires another, or megatron-core would ignore it.
+        UsageError: a flag requires another, or megatron-core would ignore a flag.
     """
     if args.multi_latent_attention:
         derive.latent(args)
@@ -21,7 +21,7 @@ def check(args: Namespace) -> None:
     else:
         yarn = args.position_embedding_type == "yarn"  # which has the same scale
         add = latent_flags.add_attention if yarn else latent_flags.add
-        nothing_without("--multi-latent-attention", add, args, "both flags", "Add --multi-latent-attention.")
+        nothing_without("--multi-latent-attention", add, args, "Add --multi-latent-attention.")
     if args.mtp_num_layers is not None:
         _prediction(args)
 
@@ -36,42 +36,41 @@ def _attention(args: Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{flag} with --multi-latent-attention",
-                "only one of them, because latent attention has its own keys, rotary embedding and "
-                "projections",
-                f"Remove {flag}.",
+                f"{flag} cannot be used with --multi-latent-attention, which has its own keys, rotary "
+                "embedding and projections",
+                remedy=f"Remove {flag}.",
             )
     if args.position_embedding_type != "rope":
         raise UsageError(
-            f"--multi-latent-attention with --position-embedding-type {args.position_embedding_type}",
-            "rope, because latent attention always rotates part of each head",
-            "Pass --position-embedding-type rope.",
+            "--multi-latent-attention requires --position-embedding-type rope, because it always rotates "
+            f"part of each head, but got {args.position_embedding_type}",
+            remedy="Pass --position-embedding-type rope.",
         )
     if args.qk_pos_emb_head_dim % 2:
         raise UsageError(
-            f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}",
-            "an even number, because rotary embeddings rotate pairs of channels",
-            "Change it.",
+            "--qk-pos-emb-head-dim must be even, because rotary embeddings rotate pairs of channels, but "
+            f"got {args.qk_pos_emb_head_dim}",
+            remedy="Change it.",
         )
 
 
 def _prediction(args: Namespace) -> None:
     if args.position_embedding_type == "learned_absolute":
         raise UsageError(
-            "--mtp-num-layers with --position-embedding-type learned_absolute",
-            "rope or none, the only types that megatron-core supports with multi-token prediction",
-            "Pass --position-embedding-type rope.",
+            "--mtp-num-layers cannot be used with --position-embedding-type learned_absolute, because "
+            "megatron-core supports multi-token prediction only with rope or none",
+            remedy="Pass --position-embedding-type rope.",
         )
     if args.pipeline_model_parallel_size > 1 and not args.untie_embeddings_and_output_weights:
         raise UsageError(
-            "--mtp-num-layers with --pipeline-model-parallel-size and a tied output layer",
-            "a separate output layer, because the last stage also has the embedding, and megatron-core "
-            "(0.16) fails an assertion when saving both",
-            "Pass --untie-embeddings-and-output-weights.",
+            "--mtp-num-layers with --pipeline-model-parallel-size requires a separate output layer, "
+            "because the last stage also has the embedding, and megatron-core (0.16) fails an assertion "
+            "when saving both",
+            remedy="Pass --untie-embeddings-and-output-weights.",
         )
     if args.context_parallel_size > 1 and tuple(map(int, args.megatron_version.split(".")[:2])) < (0, 15):
         raise UsageError(
-            f"--mtp-num-layers and --context-parallel-size with megatron-core {args.megatron_version}",
-            "0.15 or later",
-            "Remove one of the two flags.",
+            "--mtp-num-layers with --context-parallel-size cannot be used with megatron-core "
+            f"{args.megatron_version}, only with 0.15 or later",
+            remedy="Remove one of the two flags.",
         )

@@ -1,4 +1,4 @@
-"""Checks of the length of a run in iterations, samples or epochs."""
+"""Checks of the length of a run, which is given in iterations, samples or epochs."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ _UNITS = ("--train-iters", "--train-samples", "--epochs")
 
 
 def check(args: Namespace) -> None:
-    """Check, before the data is read, that exactly one flag sets the length; set whether the run trains at
-    all.
+    """Check that exactly one flag sets the length of the run, and set whether the run trains at all.
+
+    This happens before the data is read.
 
     Raises:
-        UsageError: no flag or several flags set it.
+        UsageError: no flag or several flags set the length.
     """
     values = (args.train_iters, args.train_samples, args.epochs)
     given = [f"{flag} {value}" for flag, value in zip(_UNITS, values, strict=True) if value is not None]
     if len(given) != 1:
         raise UsageError(
-            " and ".join(given) or "no --train-iters",
-            f"exactly one of {', '.join(_UNITS)}",
-            "Remove all but one." if given else "Pass one, for example --train-iters 1000.",
+            f"exactly one of {', '.join(_UNITS)} must be passed, but got "
+            f"{' and '.join(given) or 'none of them'}",
+            remedy="Remove all but one." if given else "Pass one, for example --train-iters 1000.",
         )
     if args.epochs is not None and args.mock_data:
-        raise UsageError(given[0], "a dataset of known size instead of --mock-data", "Pass --train-iters.")
+        raise UsageError(
+            f"{given[0]} requires a dataset of known size, but --mock-data has none",
+            remedy="Pass --train-iters.",
+        )
     derive.length(args)
 
 
 def iterations(args: Namespace) -> None:
-    """Set the number of iterations from samples or epochs, after batch and data sizes are known.
+    """Set the number of iterations from samples or epochs, once the batch and data sizes are known.
 
     Raises:
         UsageError: there are too few samples for one iteration.
@@ -43,7 +47,7 @@ def iterations(args: Namespace) -> None:
     if not args.train_iters:
         flag = f"--epochs {args.epochs}" if args.epochs else f"--train-samples {args.train_samples}"
         raise UsageError(
-            f"{flag} amounts to {samples} samples of {args.seq_length} tokens",
-            f"at least one global batch of {args.global_batch_size}",
-            "Train on more samples, or lower --global-batch-size.",
+            f"{flag} amounts to {samples} samples of {args.seq_length} tokens, which is less than one "
+            f"global batch of {args.global_batch_size}",
+            remedy="Train on more samples, or lower --global-batch-size.",
         )

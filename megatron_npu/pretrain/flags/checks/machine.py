@@ -1,4 +1,4 @@
-"""Checks of the machine: its Megatron, and devices for all processes."""
+"""Checks of the machine: the installed megatron-core, and a device for each process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def check(args: Namespace) -> None:
     device, local = devices.current(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local > device.count():
         raise UsageError(
-            f"torchrun started {local} processes on a machine with {device.count()} {device.name} device(s)",
-            "at most one process per device",
-            "Pass a smaller --nproc-per-node to torchrun.",
+            f"torchrun started {local} processes on a machine with {device.count()} {device.name} "
+            "device(s); there must be at most one process per device",
+            remedy="Pass a smaller --nproc-per-node to torchrun.",
         )
 
 
@@ -32,15 +32,16 @@ def require_megatron_core() -> str:
     """Return the version of the first megatron-core on the Python path.
 
     Raises:
-        UsageError: another Megatron precedes it, there is none, or its version is not supported.
+        UsageError: another Megatron precedes it on the path, it is not installed, or its version is not
+            supported.
     """
     found = megatrons.find()
     found.require_supported()
     if found.name != "megatron_core":
         raise UsageError(
-            f"the Megatron in {found.root} is {found.name} {found.version}",
-            "megatron-core",
-            "Use its own script with `megatron-npu run`, or start from another folder (`python -m` "
-            "searches the current one first) with the wheel installed: pip install megatron-core==0.16.1.",
+            f"megatron-core is required, but the Megatron in {found.root} is {found.name} {found.version}",
+            remedy="Use its own script with `megatron-npu run`, or start from another folder (`python "
+            "-m` searches the current one first) with the wheel installed: pip install "
+            "megatron-core==0.16.1.",
         )
     return found.version

@@ -15,33 +15,38 @@ def check(args: Namespace) -> None:
     """Check the model's sizes, positions and precision.
 
     Raises:
-        UsageError: they are inconsistent.
+        UsageError: these are inconsistent.
     """
     if args.kv_channels is None:
         divides(args.num_attention_heads, "--num-attention-heads", args.hidden_size, "--hidden-size")
     if args.group_query_attention:
-        divides(args.num_query_groups, "--num-query-groups", args.num_attention_heads, "attention heads")
+        divides(
+            args.num_query_groups,
+            "--num-query-groups",
+            args.num_attention_heads,
+            "the number of attention heads",
+        )
     derive.model(args)
     if args.seq_length > args.max_position_embeddings:
         raise UsageError(
-            f"--seq-length {args.seq_length}",
-            f"at most --max-position-embeddings {args.max_position_embeddings}",
-            "Shorten the sequence or raise the number of positions.",
+            f"--seq-length must be at most --max-position-embeddings {args.max_position_embeddings}, but "
+            f"got {args.seq_length}",
+            remedy="Shorten the sequence or raise the number of positions.",
         )
     if args.bf16 and args.fp16:
-        raise UsageError("--bf16 and --fp16", "at most one of them", "Remove one.")
+        raise UsageError("--bf16 and --fp16 are mutually exclusive", remedy="Remove one of them.")
     rotary.check(args)
     windows(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
-            "--cross-entropy-fusion-impl linear without --cross-entropy-loss-fusion",
-            "both flags",
-            "Add --cross-entropy-loss-fusion: without it Megatron ignores both.",
+            "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion, without which "
+            "Megatron ignores it",
+            remedy="Add --cross-entropy-loss-fusion.",
         )
 
 
 def windows(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` has a window, and a value for each layer.
+    """Check that ``--window-attn-skip-freq`` is given with a window, and has a value for each layer.
 
     Raises:
         UsageError: the window or values are missing.
@@ -50,20 +55,18 @@ def windows(args: Namespace) -> None:
     if skipped is None:
         return
     if AttentionFlags.from_args(args).window == (None, None):
-        raise UsageError(
-            "--window-attn-skip-freq without --pre-tockens", "both flags", "Add --pre-tockens N."
-        )
+        raise UsageError("--window-attn-skip-freq requires --pre-tockens", remedy="Add --pre-tockens N.")
     if args.mtp_num_layers is not None:
         raise UsageError(
-            "--window-attn-skip-freq with --mtp-num-layers",
-            "only one of them: the pattern does not cover the multi-token prediction layers",
-            "Remove one.",
+            "--window-attn-skip-freq and --mtp-num-layers are mutually exclusive, because the pattern "
+            "does not cover the multi-token prediction layers",
+            remedy="Remove one of them.",
         )
     if isinstance(skipped, list) and len(skipped) != args.num_layers:
         raise UsageError(
-            f"--window-attn-skip-freq lists {len(skipped)} layers",
-            f"--num-layers {args.num_layers} layers",
-            "Change the list.",
+            f"--window-attn-skip-freq must list --num-layers {args.num_layers} layers, but lists "
+            f"{len(skipped)}",
+            remedy="Change the list.",
         )
 
 
@@ -76,30 +79,28 @@ def attention(args: Namespace) -> None:
     if args.attention_backend in ("unfused", "local") and AttentionFlags.from_args(args) != DEFAULTS:
         *others, last = AttentionFlags.spellings()
         raise UsageError(
-            f"{', '.join(others)} or {last} with --attention-backend {args.attention_backend}",
-            "a fused backend, which these flags need",
-            "Remove --attention-backend.",
+            f"{', '.join(others)} and {last} require a fused attention backend, but got "
+            f"--attention-backend {args.attention_backend}",
+            remedy="Remove --attention-backend.",
         )
 
 
 def recompute(args: Namespace) -> None:
-    """Check the flags for recomputation and activation offloading.
+    """Check the flags for recomputation and for offloading activations.
 
     Raises:
-        UsageError: a flag requires others.
+        UsageError: a flag requires other flags.
     """
     derive.recompute(args)
     if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
         raise UsageError(
-            "--recompute-granularity full without --recompute-method or --recompute-num-layers",
-            "all three flags",
-            "Add the missing flag.",
+            "--recompute-granularity full requires --recompute-method and --recompute-num-layers",
+            remedy="Add the missing flag.",
         )
     if args.recompute_granularity != "full" and args.recompute_method is not None:
         raise UsageError(
-            "--recompute-method without --recompute-granularity full",
-            "both flags",
-            "Add --recompute-granularity full, or remove --recompute-method.",
+            "--recompute-method requires --recompute-granularity full",
+            remedy="Add --recompute-granularity full, or remove --recompute-method.",
         )
     since_0_16 = tuple(map(int, args.megatron_version.split(".")[:2])) >= (0, 16)
     more = memory_flags.OFFLOADED_OF_EXPERTS if since_0_16 and args.num_experts else ()

@@ -11,16 +11,16 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check the learning rate and the schedules of learning rate and weight decay.
+    """Check the learning rate, and the schedules of the learning rate and the weight decay.
 
     Raises:
-        UsageError: they are inconsistent.
+        UsageError: these are inconsistent.
     """
     derive.optimizer(args)
     if args.optimizer == "muon":
         _muon(args)
     else:
-        nothing_without("--optimizer muon", muon_flags.add, args, "both flags", "Add --optimizer muon.")
+        nothing_without("--optimizer muon", muon_flags.add, args, "Add --optimizer muon.")
     _narrow(args)
     memory_flags.check_swap_optimizer(args)
     _learning_rate(args)
@@ -31,30 +31,31 @@ def check(args: Namespace) -> None:
     derive.weight_decay(args)
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise UsageError(
-            "both --override- and --use-checkpoint-opt_param-scheduler", "only one of them", "Remove one."
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are mutually exclusive",
+            remedy="Remove one of them.",
         )
 
 
 def _muon(args: Namespace) -> None:
-    """Reject flags that megatron-core's Muon does not support, and versions or packages without Muon."""
+    """Reject flags that megatron-core's Muon does not support, and versions or packages that lack Muon."""
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     if version < muon_flags.SINCE:
         raise UsageError(
-            f"--optimizer muon with megatron-core {args.megatron_version}",
-            "0.16 or later: earlier versions have no Muon",
-            "Pass --optimizer adam.",
+            f"--optimizer muon cannot be used with megatron-core {args.megatron_version}, which has no Muon; "
+            "it requires 0.16 or later",
+            remedy="Pass --optimizer adam.",
         )
     if version < muon_flags.COEFFICIENTS_SINCE and args.muon_coefficient_type != "quintic":
         raise UsageError(
-            f"--muon-coefficient-type {args.muon_coefficient_type} of megatron-core {args.megatron_version}",
-            "quintic, because earlier versions than 0.17 have no other type",
-            "Remove it.",
+            f"--muon-coefficient-type must be quintic with megatron-core {args.megatron_version}, because "
+            f"versions before 0.17 have no other type, but got {args.muon_coefficient_type}",
+            remedy="Remove it.",
         )
     if not muon_flags.installed():
         raise UsageError(
-            f"--optimizer muon without the package {muon_flags.PACKAGE}",
-            "this package, which provides Muon for megatron-core",
-            f"pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0",
+            f"--optimizer muon requires the package {muon_flags.PACKAGE}, which provides Muon for "
+            "megatron-core, but it is not installed",
+            remedy=f"Install it: pip install --no-deps --ignore-requires-python {muon_flags.PACKAGE}==0.3.0.",
         )
     for what, given in (
         ("fp16", args.fp16),
@@ -64,9 +65,9 @@ def _muon(args: Namespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"--optimizer muon with {what}",
-                "fp32 or bf16, with whole matrices on every data-parallel rank",
-                "Remove one of them.",
+                f"--optimizer muon cannot be used with {what}; it requires fp32 or bf16, with whole "
+                "matrices on every data-parallel rank",
+                remedy="Remove one of them.",
             )
 
 
@@ -75,9 +76,8 @@ def _refuse_types_alone(args: Namespace) -> None:
         value = getattr(args, f"{what}_dtype")
         if value != "fp32":
             raise UsageError(
-                f"--{what.replace('_', '-')}-dtype {value} without --use-precision-aware-optimizer",
-                "both flags",
-                "Add --use-precision-aware-optimizer.",
+                f"--{what.replace('_', '-')}-dtype {value} requires --use-precision-aware-optimizer",
+                remedy="Add --use-precision-aware-optimizer.",
             )
 
 
@@ -90,33 +90,40 @@ def _narrow(args: Namespace) -> None:
         return
     if args.optimizer != "adam" or args.fully_sharded:
         raise UsageError(
-            "--use-precision-aware-optimizer or --reuse-fp32-param with "
-            + ("FSDP" if args.fully_sharded else f"--optimizer {args.optimizer}"),
-            "Adam with the distributed optimizer",
-            "Remove one.",
+            "--use-precision-aware-optimizer and --reuse-fp32-param require Adam with the distributed "
+            f"optimizer, but got {'FSDP' if args.fully_sharded else f'--optimizer {args.optimizer}'}",
+            remedy="Remove one of them.",
         )
     if args.main_grads_dtype == "bf16" and not (args.bf16 and not args.accumulate_allreduce_grads_in_fp32):
         raise UsageError(
-            "--main-grads-dtype bf16 without --bf16, or with --accumulate-allreduce-grads-in-fp32",
-            "gradients that are accumulated in bf16",
-            "Change one of the two.",
+            "--main-grads-dtype bf16 requires gradients that are accumulated in bf16: --bf16 without "
+            "--accumulate-allreduce-grads-in-fp32",
+            remedy="Change one of these flags.",
         )
 
 
 def _learning_rate(args: Namespace) -> None:
     if args.lr is None:
-        raise UsageError("--lr is missing", "the peak learning rate", "Pass it, for example --lr 1e-3.")
+        raise UsageError(
+            "--lr is required, because it sets the peak learning rate",
+            remedy="Pass it, for example --lr 1e-3.",
+        )
     if not 0 <= args.min_lr <= args.lr:
         raise UsageError(
-            f"--min-lr {args.min_lr}", f"from 0 to --lr {args.lr}", "Change one of the two flags."
+            f"--min-lr must be from 0 to --lr {args.lr}, but got {args.min_lr}",
+            remedy="Change one of the two flags.",
         )
     if not 0 <= args.lr_warmup_init <= args.lr:
-        raise UsageError(f"--lr-warmup-init {args.lr_warmup_init}", f"from 0 to --lr {args.lr}", "Change it.")
+        raise UsageError(
+            f"--lr-warmup-init must be from 0 to --lr {args.lr}, but got {args.lr_warmup_init}",
+            remedy="Change it.",
+        )
 
 
 def _one_unit(args: Namespace) -> None:
-    """Check that the schedule has the same unit (iterations or samples) as the run's length, as Megatron
-    does.
+    """Check that the schedule and the run's length have the same unit, which is iterations or samples.
+
+    Megatron has the same requirement.
 
     Raises:
         UsageError: the units differ.
@@ -129,9 +136,9 @@ def _one_unit(args: Namespace) -> None:
     if foreign:
         own = foreign.replace("iters", "samples") if by_samples else foreign.replace("samples", "iters")
         raise UsageError(
-            f"{foreign} {'with' if by_samples else 'without'} --train-samples",
-            f"{own}, because the schedule counts the same units as the run",
-            f"Pass {own}.",
+            f"{foreign} cannot be used {('with' if by_samples else 'without')} --train-samples, because "
+            "the schedule must count in the same units as the run",
+            remedy=f"Pass {own}.",
         )
 
 
@@ -145,25 +152,24 @@ def _schedule(args: Namespace) -> None:
     if args.lr_warmup_fraction is not None:
         if warmup:
             raise UsageError(
-                f"--lr-warmup-fraction and --lr-warmup-{unit}", "only one of them", "Remove one."
+                f"--lr-warmup-fraction and --lr-warmup-{unit} are mutually exclusive",
+                remedy="Remove one of them.",
             )
         if not 0 <= args.lr_warmup_fraction < 1:
             raise UsageError(
-                f"--lr-warmup-fraction {args.lr_warmup_fraction}",
-                "a fraction of at least 0 and less than 1",
-                "Change it.",
+                "--lr-warmup-fraction must be a fraction of at least 0 and less than 1, but got "
+                f"{args.lr_warmup_fraction}",
+                remedy="Change it.",
             )
     elif warmup >= decay:
         raise UsageError(
-            f"--lr-warmup-{unit} {warmup}",
-            f"fewer than the {decay} {'iterations' if unit == 'iters' else unit} of the decay",
-            f"Lower it, raise --lr-decay-{unit}, or train longer.",
+            f"--lr-warmup-{unit} must be less than the {decay} "
+            f"{('iterations' if unit == 'iters' else unit)} of the decay, but got {warmup}",
+            remedy=f"Lower it, raise --lr-decay-{unit}, or train longer.",
         )
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         raise UsageError(
-            f"--lr-decay-style WSD without --lr-wsd-decay-{unit}",
-            "both flags",
-            f"Add --lr-wsd-decay-{unit} N.",
+            f"--lr-decay-style WSD requires --lr-wsd-decay-{unit}", remedy=f"Add --lr-wsd-decay-{unit} N."
         )
 
 
@@ -172,13 +178,13 @@ def _weight_decay(args: Namespace) -> None:
     if args.weight_decay_incr_style == "constant":
         if start is not None or end is not None:
             raise UsageError(
-                "--start-weight-decay or --end-weight-decay with a constant weight decay",
-                "--weight-decay-incr-style linear or cosine",
-                "Add it, or pass only --weight-decay.",
+                "--start-weight-decay and --end-weight-decay require --weight-decay-incr-style linear or "
+                "cosine, but the weight decay is constant",
+                remedy="Add it, or pass only --weight-decay.",
             )
     elif start is None or end is None or not 0 <= start <= end:
         raise UsageError(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} from {start} to {end}",
-            "--start-weight-decay of at least 0 and at most --end-weight-decay",
-            "Pass both.",
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} requires a --start-weight-decay of "
+            f"at least 0 and at most --end-weight-decay, but got {start} and {end}",
+            remedy="Pass both.",
         )

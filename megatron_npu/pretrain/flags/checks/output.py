@@ -34,9 +34,8 @@ def logging(args: Namespace) -> None:
     if args.dashboard is not None:
         if not (args.json_log or args.save or args.tensorboard_dir):
             raise UsageError(
-                "--dashboard without a folder or file to read",
-                "--save, --tensorboard-dir or --json-log",
-                "Add one.",
+                "--dashboard requires a folder or file to read: --save, --tensorboard-dir or --json-log",
+                remedy="Add one of them.",
             )
         require_packages("--dashboard")
 
@@ -49,12 +48,18 @@ def sinks(args: Namespace) -> None:
     """
     if args.tensorboard_dir and not is_installed("tensorboard"):
         raise UsageError(
-            "--tensorboard-dir, but tensorboard is not installed", "tensorboard", "pip install tensorboard"
+            "--tensorboard-dir requires the tensorboard package, which is not installed",
+            remedy="Install it: pip install tensorboard.",
         )
     if args.plot and not derive.has_matplotlib():
-        raise UsageError("--plot, but matplotlib is not installed", "matplotlib", "pip install matplotlib")
+        raise UsageError(
+            "--plot requires the matplotlib package, which is not installed",
+            remedy="Install it: pip install matplotlib.",
+        )
     if args.plot and not (args.save or args.tensorboard_dir):
-        raise UsageError("--plot without a folder to write to", "--save or --tensorboard-dir", "Add one.")
+        raise UsageError(
+            "--plot requires a folder to write to: --save or --tensorboard-dir", remedy="Add one of them."
+        )
     derive.plot(args)
 
 
@@ -65,15 +70,17 @@ def wandb(args: Namespace) -> None:
         UsageError: the package or the destination is missing, or a W&B flag is given without the project.
     """
     if not args.wandb_project:
-        nothing_without("--wandb-project", job_flags.add_wandb, args, "both flags", "Add --wandb-project.")
+        nothing_without("--wandb-project", job_flags.add_wandb, args, "Add --wandb-project.")
         return
     if not is_installed("wandb"):
         raise UsageError(
-            f"--wandb-project {args.wandb_project}, but wandb is not installed", "wandb", "pip install wandb"
+            f"--wandb-project {args.wandb_project} requires the wandb package, which is not installed",
+            remedy="Install it: pip install wandb.",
         )
     if not (args.wandb_save_dir or args.save):
         raise UsageError(
-            "--wandb-project without a folder for its files", "--save or --wandb-save-dir", "Add one."
+            "--wandb-project requires a folder for its files: --save or --wandb-save-dir",
+            remedy="Add one of them.",
         )
 
 
@@ -85,29 +92,28 @@ def ends(args: Namespace) -> None:
     """
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
         raise UsageError(
-            f"--exit-signal {args.exit_signal} without --exit-signal-handler",
-            "both flags",
-            "Add --exit-signal-handler.",
+            f"--exit-signal {args.exit_signal} requires --exit-signal-handler",
+            remedy="Add --exit-signal-handler.",
         )
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint to resume from; check that it fits, and that no other checkpoint is overwritten.
+    """Find the checkpoint to resume from; check that it fits the run, and that no other one is overwritten.
 
     Raises:
-        UsageError: the checkpoint does not exist or contains another model, or ``--save`` has checkpoints of
-            another run.
+        UsageError: the checkpoint does not exist or contains another model, or ``--save`` contains
+            checkpoints of another run.
     """
     if args.save_interval and not args.save:
-        raise UsageError("--save-interval without --save", "both flags", "Add --save DIR.")
+        raise UsageError("--save-interval requires --save", remedy="Add --save DIR.")
     if args.save_per_machine and not args.save:
-        raise UsageError("--save-per-machine without --save", "both flags", "Add --save DIR.")
+        raise UsageError("--save-per-machine requires --save", remedy="Add --save DIR.")
     _retention(args)
     if args.async_save and args.fully_sharded:
         raise UsageError(
-            "--async-save with sharded weights (zero-2, zero-3, fsdp)",
-            "synchronous checkpoints, the only kind that such a run supports",
-            "Remove --async-save.",
+            "--async-save cannot be used with sharded weights (zero-2, zero-3, fsdp), for which only "
+            "synchronous checkpoints are supported",
+            remedy="Remove --async-save.",
         )
     _rewinding(args)
     _require_load(args)
@@ -126,7 +132,7 @@ def _require_load(args: Namespace) -> None:
         ("--load-last-good", args.load_last_good),
     ):
         if given and not args.load:
-            raise UsageError(f"{flag} without --load", "both flags", "Add --load DIR.")
+            raise UsageError(f"{flag} requires --load", remedy="Add --load DIR.")
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
@@ -155,15 +161,14 @@ def _retention(args: Namespace) -> None:
     ):
         if value and not args.save_interval:
             raise UsageError(
-                f"{flag} {value} without --save-interval",
-                "both flags, and --save",
-                "Add --save DIR --save-interval N.",
+                f"{flag} {value} requires --save and --save-interval",
+                remedy="Add --save DIR --save-interval N.",
             )
     if args.save_retain_interval and args.save_retain_interval % args.save_interval:
         raise UsageError(
-            f"--save-retain-interval {args.save_retain_interval}",
-            f"a multiple of --save-interval {args.save_interval}",
-            "Change one of the two.",
+            f"--save-retain-interval must be a multiple of --save-interval {args.save_interval}, but got "
+            f"{args.save_retain_interval}",
+            remedy="Change one of the two.",
         )
 
 
@@ -171,42 +176,43 @@ def _rewinding(args: Namespace) -> None:
     """Check that there will be checkpoints to which --loss-spike-policy rewind can return.
 
     Raises:
-        UsageError: there will be no checkpoints, or none with the complete state.
+        UsageError: there will be no checkpoints, or no checkpoints with the complete state.
     """
     if args.loss_spike_policy != "rewind":
         return
     if not args.save_interval:
         raise UsageError(
-            "--loss-spike-policy rewind without --save-interval",
-            "--save DIR --save-interval N, for so that there are checkpoints to return to",
-            "Add them, or pass --loss-spike-policy skip.",
+            "--loss-spike-policy rewind requires --save DIR and --save-interval N, so that there are "
+            "checkpoints to return to",
+            remedy="Add them, or pass --loss-spike-policy skip.",
         )
     for flag, left_out in (("--no-save-optim", args.no_save_optim), ("--no-save-rng", args.no_save_rng)):
         if left_out:
             raise UsageError(
-                f"--loss-spike-policy rewind with {flag}",
-                "checkpoints that contain the complete state of a run",
-                f"Remove {flag}.",
+                f"--loss-spike-policy rewind cannot be used with {flag}, because it requires checkpoints "
+                "with the complete state of a run",
+                remedy=f"Remove {flag}.",
             )
 
 
 def _choose_whole(args: Namespace) -> None:
-    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print which later ones are damaged.
+    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print the later, damaged checkpoints.
 
     Raises:
         UsageError: there are checkpoints, but all are damaged; or ``--ckpt-step`` is given too.
     """
     if args.ckpt_step is not None:
         raise UsageError(
-            f"--ckpt-step {args.ckpt_step} with --load-last-good", "only one of them", "Remove one of them."
+            f"--ckpt-step {args.ckpt_step} and --load-last-good are mutually exclusive",
+            remedy="Remove one of them.",
         )
     there = checkpoint_files.iterations(args.load)
     derive.last_good(args, whole_checkpoints.newest_whole(args.load))
     if there and args.ckpt_step is None:
         raise UsageError(
-            f"--load {args.load} --load-last-good: none of {len(there)} checkpoints is valid",
-            "at least one whose files match their checksums",
-            f"Run `megatron-npu checkpoint verify {args.load}` to see the problem of each.",
+            f"--load {args.load} --load-last-good: none of the {len(there)} checkpoints has files that "
+            "match their checksums",
+            remedy=f"Run `megatron-npu checkpoint verify {args.load}` to see the problem of each.",
         )
     passed = [number for number in there if number > (args.ckpt_step or 0)]
     if passed and args.rank == 0:
@@ -223,9 +229,9 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
     found = stock_checkpoints.find(args.load, args.ckpt_step)
     if found is None and not same_directory(args.load, args.save):
         raise UsageError(
-            f"--load {args.load} contains no checkpoint",
-            f"a directory with the file {checkpoint_files.TRACKER}",
-            "Correct the path, or remove --load to start from scratch.",
+            f"--load {args.load} contains no checkpoint; it must be a directory with the file "
+            f"{checkpoint_files.TRACKER}",
+            remedy="Correct the path, or remove --load to start from scratch.",
         )
     return found
 
@@ -239,17 +245,17 @@ def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
     stock_checkpoints.require_vocabulary(found, args.tokenizer_vocab_size)
     if found.path.name != checkpoint_files.RELEASE and not (args.finetune or args.no_load_optim):
         raise UsageError(
-            f"--load {found.path} was saved by a Megatron-LM script, whose optimizer state cannot be loaded",
-            "--finetune, or --no-load-optim",
-            "--finetune loads the weights and starts at iteration 0; --no-load-optim resumes from "
-            f"iteration {found.iteration} with a fresh optimizer state.",
+            f"--load {found.path} was saved by a Megatron-LM script, whose optimizer state cannot be "
+            "loaded; it requires --finetune or --no-load-optim",
+            remedy="--finetune loads the weights and starts at iteration 0; --no-load-optim resumes "
+            f"from iteration {found.iteration} with a fresh optimizer state.",
         )
     same = {"tokenizer_vocab_size": args.tokenizer_vocab_size}
     return replace(found, arguments=found.arguments | same)
 
 
 def same_directory(one: str | None, other: str | None) -> bool:
-    """Return whether both paths name the same folder; a missing path names none."""
+    """Return True if both paths are given and refer to the same folder."""
     return bool(one and other) and Path(one or "").resolve() == Path(other or "").resolve()
 
 
@@ -261,9 +267,9 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
-            f"--save {args.save} already contains checkpoints",
-            "an empty directory, or the one that this run resumes from",
-            f"Add --load {args.save} to resume, or use another directory.",
+            f"--save {args.save} already contains checkpoints; it must be an empty directory, or the one "
+            "that this run resumes from",
+            remedy=f"Add --load {args.save} to resume, or use another directory.",
         )
     if goes_on and args.ckpt_step is not None and not args.load_last_good:
         _spare_later(args)
@@ -271,7 +277,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
 
 def _require_directory(save: str) -> None:
     if Path(save).exists() and not Path(save).is_dir():
-        raise UsageError(f"--save {save} is a file", "a directory", "Use another path.")
+        raise UsageError(f"--save {save} must be a directory, but is a file", remedy="Use another path.")
 
 
 def _spare_later(args: Namespace) -> None:
@@ -279,18 +285,14 @@ def _spare_later(args: Namespace) -> None:
     later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
     if later:
         raise UsageError(
-            (
-                f"--save {args.save} contains checkpoints of later iterations than --ckpt-step "
-                f"{args.ckpt_step}: "
-            )
-            + ", ".join(map(str, later)),
-            "a directory in which the run does not overwrite other checkpoints",
-            "Use another --save, or move the checkpoints away.",
+            f"--save {args.save} contains checkpoints of later iterations than --ckpt-step "
+            f"{args.ckpt_step}, which the run would overwrite: {', '.join(map(str, later))}",
+            remedy="Use another --save, or move the checkpoints away.",
         )
 
 
 def places(args: Namespace) -> None:
-    """Check at the start that files written later, possibly after hours of training, can be written.
+    """Check at the start that files that are written later, possibly after hours of training, can be written.
 
     Raises:
         UsageError: a directory is a file, or is not writable.
@@ -311,30 +313,28 @@ def places(args: Namespace) -> None:
 
 
 def _require_no_address(flag: str, place: str) -> None:
-    """Reject a URL of an object storage: a local folder with that name would be created instead."""
+    """Reject the URL of an object storage, because a local folder with that name would be created instead."""
     if "://" in place:
         raise UsageError(
-            f"{flag} {place}",
-            "a directory in a file system, because URLs are not supported",
-            "Mount the storage, or save to a disk and copy complete checkpoints.",
+            f"{flag} must be a directory in a file system, because URLs are not supported, but got {place}",
+            remedy="Mount the storage, or save to a disk and copy complete checkpoints.",
         )
 
 
 def _require_writable(flag: str, place: Path) -> None:
     there = next(path for path in (place, *place.parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{flag}: {there} is a file", "a directory", "Use another path.")
+        raise UsageError(f"{flag} requires a directory, but {there} is a file", remedy="Use another path.")
     if reason := files.refusal(there):
         raise UsageError(
-            f"{flag}: {there} cannot be written ({reason})",
-            "a directory with write permission",
-            "Use another path.",
+            f"{flag} requires a directory with write permission, but {there} cannot be written ({reason})",
+            remedy="Use another path.",
         )
 
 
 def _require_appendable(flag: str, file: Path) -> None:
     if file.is_dir():
-        raise UsageError(f"{flag}: {file} is a directory", "a file", "Use another path.")
+        raise UsageError(f"{flag} requires a file, but {file} is a directory", remedy="Use another path.")
     if not file.exists():
         _require_writable(flag, file.parent)
     if not file.is_file():  # to be made; or a device or a pipe, which an attempt could hold up
@@ -343,7 +343,6 @@ def _require_appendable(flag: str, file: Path) -> None:
         open(file, "ab", opener=files.own_opener).close()
     except OSError as error:
         raise UsageError(
-            f"{flag}: {file} cannot be written ({error.strerror})",
-            "a file with write permission",
-            "Use another path.",
+            f"{flag} requires a file with write permission, but {file} cannot be written ({error.strerror})",
+            remedy="Use another path.",
         ) from None

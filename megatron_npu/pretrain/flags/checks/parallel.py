@@ -13,16 +13,19 @@ from megatron_npu.pretrain.flags.checks import divides
 
 
 def check(args: Namespace) -> None:
-    """Check that the layout can partition the model's sizes.
+    """Check that the layout can partition the model.
 
     Raises:
-        UsageError: a size is not divisible by another, or a flag requires another.
+        UsageError: a size is not divisible by another size, or a flag requires another flag.
     """
+    together = derive.model_parallel_size(args)
     divides(
-        derive.model_parallel_size(args),
+        together,
         "tensor x pipeline x context parallel sizes",
         args.world_size,
         "the number of processes",
+        f"Start a multiple of {together} processes, such as `torchrun --nproc-per-node {together} "
+        "-m megatron_npu pretrain …`, or change the sizes.",
     )
     derive.layout(args)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -35,23 +38,23 @@ def check(args: Namespace) -> None:
     _hierarchy(args)
     if args.tp_comm_overlap and devices.current().name != "npu":  # of an NPU the configuration says what fits
         raise UsageError(
-            f"--tp-comm-overlap on the {devices.current().name} device",
-            "an Ascend NPU, because on other devices only TransformerEngine's layers support this flag, and "
-            "this command does not use them",
-            "Remove it; --sequence-parallel works without it.",
+            f"--tp-comm-overlap requires an Ascend NPU, but the device is {devices.current().name}; on "
+            "other devices only TransformerEngine's layers support this flag, and this command does not "
+            "use them",
+            remedy="Remove it; --sequence-parallel works without it.",
         )
     hccl_buffers.choose(args)
     if args.check_weight_hash_across_dp_replicas_interval and args.fully_sharded:
         raise UsageError(
-            f"--check-weight-hash-across-dp-replicas-interval with FSDP ({args.fully_sharded})",
-            "replicas that can be compared, but with FSDP each rank has a different part of every weight",
-            "Remove it, or use the distributed optimizer.",
+            "--check-weight-hash-across-dp-replicas-interval cannot be used with FSDP "
+            f"({args.fully_sharded}), because each rank then has a different part of every weight and "
+            "there are no replicas to compare",
+            remedy="Remove it, or use the distributed optimizer.",
         )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError(
-            "--overlap-param-gather without --use-distributed-optimizer or --overlap-grad-reduce",
-            "all three flags",
-            "Add the missing flags.",
+            "--overlap-param-gather requires --use-distributed-optimizer and --overlap-grad-reduce",
+            remedy="Add the missing flags.",
         )
 
 
@@ -68,37 +71,36 @@ def _hierarchy(args: Namespace) -> None:
     sizes, ring = args.hierarchical_context_parallel_sizes, args.cp_comm_type == "a2a+p2p"
     if ring != (sizes is not None):
         raise UsageError(
-            "only one of --cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes",
-            "both flags or neither",
-            "Add the other flag.",
+            "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes must be passed together, "
+            "but only one of them was given",
+            remedy="Add the other flag.",
         )
     if sizes is not None and (len(sizes) != 2 or math.prod(sizes) != args.context_parallel_size):
         raise UsageError(
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} with "
-            f"--context-parallel-size {args.context_parallel_size}",
-            "two sizes (nearby ranks, distant ranks) whose product is the context-parallel size",
-            "Change one of the two.",
+            "--hierarchical-context-parallel-sizes must be two sizes (nearby ranks, distant ranks) whose "
+            f"product is --context-parallel-size {args.context_parallel_size}, but got "
+            f"{' '.join(map(str, sizes))}",
+            remedy="Change one of the two.",
         )
 
 
 def _cuts_stages(args: Namespace, flag: str, size: int) -> None:
     if args.pipeline_model_parallel_size == 1:
         raise UsageError(
-            flag,
-            "a --pipeline-model-parallel-size of at least 2",
-            "Raise --pipeline-model-parallel-size, or remove this flag.",
+            f"{flag} requires a --pipeline-model-parallel-size of at least 2",
+            remedy="Raise --pipeline-model-parallel-size, or remove this flag.",
         )
     stage = args.num_layers // args.pipeline_model_parallel_size
-    divides(size, flag, stage, "layers of a pipeline stage")
+    divides(size, flag, stage, "the number of layers of a pipeline stage")
 
 
 def _interleaving(args: Namespace) -> None:
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers is not None and chunks is not None:
         raise UsageError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
-            "only one of them",
-            "Remove one.",
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are "
+            "mutually exclusive",
+            remedy="Remove one of them.",
         )
     for flag, size in (
         ("--num-layers-per-virtual-pipeline-stage", layers),
@@ -110,10 +112,9 @@ def _interleaving(args: Namespace) -> None:
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     if interleaved and args.pipeline_model_parallel_size == 2 and not args.overlap_p2p_comm:
         raise UsageError(
-            "an interleaved pipeline with 2 stages and --no-overlap-p2p-communication",
-            "overlapped point-to-point communication, because batched sends of two chunks to the same "
-            "neighbor cannot be told apart",
-            "Remove --no-overlap-p2p-communication.",
+            "an interleaved pipeline with 2 stages cannot be used with --no-overlap-p2p-communication, "
+            "because batched sends of two chunks to the same neighbor cannot be told apart",
+            remedy="Remove --no-overlap-p2p-communication.",
         )
 
 
@@ -141,7 +142,7 @@ def batches(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace) -> dict[str, int]:
-    """Return the final global batch size, and the start and increment of its ramp, by description."""
+    """Return the final global batch size, and the start and increment of its ramp, keyed by description."""
     ramp = args.rampup_batch_size
     steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
     return {"--global-batch-size": args.global_batch_size, **steps}
@@ -155,13 +156,12 @@ def _ramp(args: Namespace) -> None:
     given = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
     if args.train_samples is None:
         raise UsageError(
-            given,
-            "--train-samples, because the ramp is measured in samples",
-            "Pass --train-samples instead of --train-iters or --epochs.",
+            f"{given} requires --train-samples, because the ramp is measured in samples",
+            remedy="Pass --train-samples instead of --train-iters or --epochs.",
         )
     if start >= args.global_batch_size or (args.global_batch_size - start) % increment:
         raise UsageError(
-            f"{given} with --global-batch-size {args.global_batch_size}",
-            "a smaller start, and a whole number of increments between start and global batch size",
-            "Change one of the two flags.",
+            f"{given} must start below --global-batch-size {args.global_batch_size} and reach it in a "
+            "whole number of increments",
+            remedy="Change one of the two flags.",
         )

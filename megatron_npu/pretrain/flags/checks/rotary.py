@@ -15,7 +15,8 @@ def check(args: Namespace) -> None:
     """Check the flags of the rotary embedding.
 
     Raises:
-        UsageError: a flag requires another, two flags exclude each other, or no pair of channels is rotated.
+        UsageError: a flag requires another flag, two flags are mutually exclusive, or no pair of channels is
+            rotated.
     """
     if args.position_embedding_type in rotary_flags.ROTATED:
         _channels(args)
@@ -23,11 +24,9 @@ def check(args: Namespace) -> None:
         _yarn(args)
     else:
         yarn = "--position-embedding-type yarn"
-        nothing_without(yarn, rotary_flags.add_yarn, args, "both flags", f"Add {yarn}.")
+        nothing_without(yarn, rotary_flags.add_yarn, args, f"Add {yarn}.")
     if not args.use_rope_scaling:
-        nothing_without(
-            "--use-rope-scaling", rotary_flags.add_scaling, args, "both flags", "Add --use-rope-scaling."
-        )
+        nothing_without("--use-rope-scaling", rotary_flags.add_scaling, args, "Add --use-rope-scaling.")
     _scaled(args)
 
 
@@ -35,9 +34,9 @@ def _channels(args: Namespace) -> None:
     rotated = -(-int(args.kv_channels * args.rotary_percent) // 2) * 2  # megatron-core rounds up to pairs
     if not 2 <= rotated <= args.kv_channels:
         raise UsageError(
-            f"--rotary-percent {args.rotary_percent} with --kv-channels {args.kv_channels}",
-            "a rotated part of at least one pair of channels, and at most all channels",
-            "Change one of the two.",
+            "--rotary-percent must rotate at least one pair of channels and at most all of them, but got "
+            f"{args.rotary_percent} with --kv-channels {args.kv_channels}",
+            remedy="Change one of the two.",
         )
 
 
@@ -50,12 +49,18 @@ def _yarn(args: Namespace) -> None:
             args.rotary_interleaved,
             "rotated halves, as in upstream's yarn implementation",
         ),
-        ("--yarn-beta-fast", args.yarn_beta_fast < args.yarn_beta_slow, "at least --yarn-beta-slow"),
+        (
+            "--yarn-beta-fast",
+            args.yarn_beta_fast < args.yarn_beta_slow,
+            "a value of at least --yarn-beta-slow",
+        ),
     ):
         if unfit:
             name = flag[2:].replace("-", "_")
             raise UsageError(
-                f"{flag} {getattr(args, name)} with --position-embedding-type yarn", expected, "Change it."
+                f"{flag} {getattr(args, name)} cannot be used with --position-embedding-type yarn, which "
+                f"requires {expected}",
+                remedy="Change it.",
             )
 
 
@@ -70,24 +75,24 @@ def _scaled(args: Namespace) -> None:
     ]
     if given and args.position_embedding_type != "rope":
         raise UsageError(
-            f"{given[0]} with --position-embedding-type {args.position_embedding_type}",
-            f"{_ROPE}, which the flag modifies",
-            f"Add that flag, or remove {given[0]}.",
+            f"{given[0]} requires {_ROPE}, which it modifies, but got --position-embedding-type "
+            f"{args.position_embedding_type}",
+            remedy=f"Add that flag, or remove {given[0]}.",
         )
     if len(given) > 1:
-        raise UsageError(" and ".join(given), "only one of them", "Remove one.")
+        raise UsageError(f"{' and '.join(given)} are mutually exclusive", remedy="Remove one of them.")
     if not args.use_rope_scaling:
         return
     if args.rope_scaling_type == rotary_flags.DYNAMIC:
         if args.kv_channels * args.rotary_percent < 4:
             raise UsageError(
-                f"--rope-scaling-type dynamic with --kv-channels {args.kv_channels}",
-                "at least 4",
-                "Change it.",
+                "--rope-scaling-type dynamic requires at least 4 rotated channels per head, but got "
+                f"--kv-channels {args.kv_channels} and --rotary-percent {args.rotary_percent}",
+                remedy="Change one of them.",
             )
     elif args.rope_scaling_low_freq_factor >= args.rope_scaling_high_freq_factor:
         raise UsageError(
-            f"--rope-scaling-low-freq-factor {args.rope_scaling_low_freq_factor}",
-            f"less than --rope-scaling-high-freq-factor {args.rope_scaling_high_freq_factor}",
-            "Change one.",
+            "--rope-scaling-low-freq-factor must be less than --rope-scaling-high-freq-factor "
+            f"{args.rope_scaling_high_freq_factor}, but got {args.rope_scaling_low_freq_factor}",
+            remedy="Change one of them.",
         )

@@ -17,8 +17,8 @@ def check(args: Namespace) -> None:
     """Check that every step would replay the same CUDA graph; on devices without CUDA, disable the graph.
 
     Raises:
-        UsageError: a flag makes steps differ, or makes the host read results during a step.
-        FallbackForbiddenError: the device has no CUDA graphs, in strict mode.
+        UsageError: a flag makes steps differ, or requires the host to read results during a step.
+        FallbackForbiddenError: the device has no CUDA graphs, and strict mode is enabled.
     """
     if args.cuda_graph_impl == "none":
         return
@@ -29,14 +29,13 @@ def check(args: Namespace) -> None:
         return
     for given, why in _obstacles(args):
         raise UsageError(
-            f"{_FLAG} with {given}",
-            f"only one of them: {why}",
-            f"Remove {_FLAG.split()[0]}, or the other flag.",
+            f"{_FLAG} cannot be used with {given}: {why}",
+            remedy=f"Remove {_FLAG.split()[0]}, or the other flag.",
         )
 
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
-    """Return the given flags that exclude a CUDA graph, each with the reason."""
+    """Return the given flags that rule out a CUDA graph, each with the reason."""
     changing, reads = (
         "each step must generate different random numbers",
         "the host reads results during a step",

@@ -16,7 +16,7 @@ _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients 
 
 
 def check(args: Namespace) -> None:
-    """Check the given switches, and log on rank 0 which Megatron flags each one sets.
+    """Check the given switches, and log on rank 0 the Megatron flags that each one sets.
 
     Raises:
         UsageError: Megatron models do not support a switch, or it contradicts another flag.
@@ -49,7 +49,9 @@ def _precision(args: Namespace, switches: Switches) -> None:
         return
     other = "fp16" if wanted == "bf16" else "bf16"
     if getattr(args, other):
-        raise UsageError(f"--mixed-precision {wanted} and --{other}", "only one of them", "Remove one.")
+        raise UsageError(
+            f"--mixed-precision {wanted} and --{other} are mutually exclusive", remedy="Remove one of them."
+        )
     derive.precision(args, wanted)
     _say(
         args,
@@ -102,10 +104,10 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
     version = tuple(int(part) for part in args.megatron_version.split(".")[:2])
     if version < _FIRST_FSDP:
         raise UsageError(
-            f"{flag} with megatron-core {args.megatron_version}",
-            "megatron-core 0.16 or newer, whose FSDP reduces gradients correctly",
-            "Use --fsdp-memory-optimization (torch's FSDP) or --zero-1-memory-optimization, or install "
-            "megatron-core 0.16.",
+            f"{flag} cannot be used with megatron-core {args.megatron_version}; it requires 0.16 or newer, "
+            "whose FSDP reduces gradients correctly",
+            remedy="Use --fsdp-memory-optimization (torch's FSDP) or --zero-1-memory-optimization, or "
+            "install megatron-core 0.16.",
         )
     _require_shardable(args, flag)
     derive.sharding(args, "megatron", strategy)
@@ -116,9 +118,8 @@ def _megatron_fsdp(args: Namespace, flag: str, strategy: str, what: str) -> None
 def _torch_fsdp(args: Namespace, flag: str) -> None:
     if args.use_distributed_optimizer:
         raise UsageError(
-            f"{flag} and --use-distributed-optimizer",
-            "only one of them",
-            "Remove --use-distributed-optimizer.",
+            f"{flag} and --use-distributed-optimizer are mutually exclusive",
+            remedy="Remove --use-distributed-optimizer.",
         )
     _require_shardable(args, flag)
     derive.sharding(args, "torch")
@@ -127,19 +128,19 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
 
 def _require_shardable(args: Namespace, flag: str) -> None:
     """Check that no other flag rules out sharding the weights."""
-    overlaps = "no overlap flag, because FSDP always overlaps communication"
-    for word, expected, remedy in (
+    overlaps = "FSDP always overlaps communication"
+    for word, reason, remedy in (
         (
             "--num-experts",
-            "a dense model, because experts are distributed over different groups of ranks",
+            "experts are distributed over different groups of ranks",
             "Use --zero-1-memory-optimization.",
         ),
-        ("--sample-prompt", "no samples, because weights are gathered only for training", "Remove the flag."),
+        ("--sample-prompt", "weights are gathered only for training", "Remove the flag."),
         ("--overlap-grad-reduce", overlaps, "Remove the flag."),
         ("--overlap-param-gather", overlaps, "Remove the flag."),
     ):
         if getattr(args, word.removeprefix("--").replace("-", "_")):
-            raise UsageError(f"{word} with {flag}", expected, remedy)
+            raise UsageError(f"{word} cannot be used with {flag}, because {reason}", remedy=remedy)
 
 
 def _ranks(args: Namespace) -> int:
@@ -159,9 +160,9 @@ def _offload(args: Namespace, switches: Switches) -> None:
         return
     if args.use_precision_aware_optimizer or args.reuse_fp32_param:
         raise UsageError(
-            "--cpu-offload with --use-precision-aware-optimizer or --reuse-fp32-param",
-            "only one of them, because the update on the host is in fp32",
-            "Remove one.",
+            "--cpu-offload cannot be used with --use-precision-aware-optimizer or --reuse-fp32-param, "
+            "because the update on the host is in fp32",
+            remedy="Remove one of them.",
         )
     for flag, given, without in (
         ("--save", args.save, args.no_save_optim),
@@ -169,10 +170,10 @@ def _offload(args: Namespace, switches: Switches) -> None:
     ):
         if given and not without:
             raise UsageError(
-                f"{flag} with --cpu-offload",
-                "a checkpoint without the optimizer, because the offloaded optimizer of megatron-core 0.12 "
-                "to 0.16 saves torch objects, which cannot be loaded safely",
-                f"Pass --no-{flag.removeprefix('--')}-optim, or remove --cpu-offload.",
+                f"{flag} with --cpu-offload requires a checkpoint without the optimizer, because the "
+                "offloaded optimizer of megatron-core 0.12 to 0.16 saves torch objects, which cannot be "
+                "loaded safely",
+                remedy=f"Pass --no-{flag.removeprefix('--')}-optim, or remove --cpu-offload.",
             )
     derive.offloaded_optimizer(args, on=True)
     _say(args, "--cpu-offload: Adam's states and the fp32 main weights are stored and updated on the host")

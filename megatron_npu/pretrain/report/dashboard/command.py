@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C; return the exit code.
+    """Serve until Ctrl-C is pressed, and return the exit code.
 
     Raises:
         UsageError: the run does not exist, or the address cannot be used.
@@ -56,14 +56,14 @@ def find(run: str) -> Path:
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise UsageError(
-            f"{path}: no such file",
-            f"the --save folder of a run, which contains {METRICS}, or its --json-log file",
-            "Correct the path.",
+            f"the file {path} does not exist, but DIR must be the --save folder of a run, which contains "
+            f"{METRICS}, or its --json-log file",
+            remedy="Correct the path.",
         )
     return path
 
 
 def name_of(metrics: Path) -> str:
-    """Return the title of a run: the name of its directory, or of its file if that has an unusual name."""
+    """Return the title of a run: the name of its directory, or of its file if that name is unusual."""
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

@@ -1,4 +1,4 @@
-"""The dashboard server as a separate process, which ends with the run."""
+"""The dashboard server as a separate process that ends with the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _SECONDS = 5.0  # for the server to end after the run
 
 @contextlib.contextmanager
 def shown(metrics: Path, at: Address) -> Iterator[str]:
-    """Serve a run's page inside the block; yield its address.
+    """Serve a run's page inside the block, and yield the page's address.
 
-    The server ends with the block, or with this process, even if that is killed by SIGKILL. It sends the
-    final state to clients first. Ctrl-C does not reach it.
+    The server ends with the block or with this process, even if this process is killed by SIGKILL. It first
+    sends the final state to clients. Ctrl-C does not reach it.
 
     Args:
         metrics: the JSON-lines file that the run writes.
         at: the address to listen on.
 
     Raises:
-        UsageError: the server cannot listen there.
+        UsageError: the server cannot listen on the address.
     """
     with listening(f"--dashboard {at}", at) as sock:
         place = url(sock)

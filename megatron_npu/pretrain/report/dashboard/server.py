@@ -36,12 +36,12 @@ _LAST_SECONDS = 2  # that clients have to take the last state when the server en
 
 
 class Server(uvicorn.Server):
-    """Serves a run until ``should_exit`` is set.
+    """Serves the dashboard of a run until ``should_exit`` is set.
 
     Args:
         run: the run to show.
-        host: the address to listen on; requests for other host names are rejected, so that other sites cannot
-            use it.
+        host: the address to listen on; requests for other host names are rejected, so that other web sites
+            cannot use the server.
     """
 
     def __init__(self, run: Run, host: Address) -> None:
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
         return Response(text, media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
-        """Respond with the state of the run, and again whenever it changes (server-sent events)."""
+        """Respond with the state of the run, and again after each change (server-sent events)."""
         return StreamingResponse(self._states(), media_type="text/event-stream")
 
     async def _states(self) -> AsyncIterator[str]:
@@ -99,7 +99,7 @@ def _file(name: str) -> Any:
 class _Guarded:
     """Adds ``HEADERS``, and rejects requests whose host name is not one of this server's names.
 
-    Otherwise a web site could point its own name to 127.0.0.1 and read the responses (DNS rebinding).
+    Otherwise, a web site could point its own name to 127.0.0.1 and read the responses (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, host: Address) -> None:
@@ -120,13 +120,13 @@ class _Guarded:
 
 
 def serve(metrics: Path, name: str, sock: socket.socket, host: Address) -> None:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C is pressed."""
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         Server(Run(metrics, name), host).run(sockets=[sock])
 
 
 def _serve_while_the_input_is_open(metrics: str, name: str, descriptor: str, host: str) -> None:
-    """Serve until the parent process closes standard input, or ends."""
+    """Serve until the parent process ends or closes standard input."""
     sock = socket.socket(fileno=int(descriptor))
     server = Server(Run(Path(metrics), name), Address(host, sock.getsockname()[1]))
 

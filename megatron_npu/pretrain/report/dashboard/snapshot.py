@@ -42,7 +42,7 @@ class Run:
         The curves of a long run are not processed again on every call.
 
         Args:
-            at_once: include the newest lines in any case, even if this takes long.
+            at_once: whether to include the newest lines in any case, even if this takes long.
         """
         with self._lock:
             begin = time.monotonic()
@@ -103,7 +103,7 @@ def _state(history: History) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number; None for any other value, because the file is untrusted."""
+    """Return a finite number unchanged, and None for any other value, because the file is untrusted."""
     try:
         return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:  # an int that no float can hold

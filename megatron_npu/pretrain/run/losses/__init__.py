@@ -1,1 +1,1 @@
-"""The losses of a run: of its tokens, of prediction layers, of balanced experts."""
+"""Losses of a run: those of tokens, of prediction layers and of the balancing of experts."""

@@ -36,7 +36,7 @@ def _each(values: _Value | list[_Value]) -> list[_Value]:
 
 
 def _name(kind: str, version: str) -> str:
-    """Return megatron-core's name for a loss; up to 0.13 the sequence-level loss has no separate name."""
+    """Return megatron-core's name for a loss; up to 0.13, the sequence-level loss has no separate name."""
     old = tuple(map(int, version.split(".")[:2])) < (0, 14)
     return "load_balancing_loss" if old else _NAMES[kind]
 
@@ -59,13 +59,13 @@ class ExpertLosses:
         return ExpertLosses(tuple(names(flags)), flags.layers)
 
     def take(self, micro_batches: int) -> dict[str, list[float]]:
-        """Return each loss of each layer with experts, averaged since the last call.
+        """Return the mean of each loss in each layer with experts since the last call.
 
         The values are unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must
         call it.
 
         Args:
-            micro_batches: number of micro batches per rank since the last call.
+            micro_batches: the number of micro batches per rank since the last call.
         """
         from megatron.core import parallel_state
 

@@ -11,14 +11,14 @@ def masked_sum(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sum of losses, the number of tokens (int32), and both for the log, [2] fp32.
 
-    The number of tokens determines megatron-core's average: over the tokens of this process's part of the
-    micro batch, or with --calculate-per-token-loss over those of the whole batch. Without it, gradients would
-    be counted once per context-parallel rank.
+    megatron-core divides by the number of tokens: those of this process's part of the micro batch, or those
+    of the whole batch with --calculate-per-token-loss. Without that flag, gradients would be counted once per
+    context-parallel rank.
 
     Args:
         mask: [b, s], 1 for tokens that count, otherwise 0.
-        output: [b, s], loss of each token in nats.
-        of_all_parts: return the number of tokens of all context-parallel ranks.
+        output: [b, s], the loss of each token in nats.
+        of_all_parts: whether to return the number of tokens of all context-parallel ranks.
     """
     mask = mask.view(-1).float()
     loss = torch.dot(output.view(-1).float(), mask)
@@ -59,7 +59,7 @@ def means(sums: torch.Tensor) -> list[float]:
 def of_ranks(sums: torch.Tensor) -> dict[int, float]:
     """Return each rank's mean loss over its tokens, averaged over the iterations, in nats per token.
 
-    Ranks that do not compute a loss of their own are left out: pipeline stages before the last, and all
+    Ranks that do not compute a loss are left out: those of pipeline stages before the last, and all
     tensor-parallel ranks except the first. A collective: all ranks must call it.
 
     Args:

@@ -27,11 +27,11 @@ class PredictionLosses:
 
     @property
     def names(self) -> list[str]:
-        """Upstream's names for the losses, one per additional token."""
+        """Upstream's names for the losses, one for each additional token."""
         return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
 
     def take(self) -> dict[str, float]:
-        """Return each loss, averaged over the tokens since the last call; unweighted, in nats per token.
+        """Return each loss as a mean over the tokens since the last call, unweighted, in nats per token.
 
         A collective: all ranks must call it.
         """
@@ -52,7 +52,7 @@ class PredictionLosses:
 
 
 def _tracked() -> list[torch.Tensor]:
-    """Return this process's sums of losses and its token counts; empty on stages before the last."""
+    """Return this process's loss sums and token counts; both are empty on stages before the last."""
     tracker = _tracker()
     return [tracker[name] for name in ("values", "loss_values", TOKENS) if name in tracker]
 

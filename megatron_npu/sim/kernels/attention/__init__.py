@@ -1,1 +1,1 @@
-"""Attention kernels: dense, block-sparse and ring attention, with their layouts and arithmetic."""
+"""Reference kernels for attention: dense, block-sparse and ring attention, with layouts and arithmetic."""

@@ -1,4 +1,7 @@
-"""npu_fusion_attention and its gradient in their three versions, which differ only in their arguments."""
+"""Reference kernels for npu_fusion_attention and its gradient in their three versions.
+
+The versions differ only in their arguments.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def npu_fusion_attention(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return output, softmax maximum, softmax sum, an empty tensor, and seed, offset, length of the mask."""
+    """Return output, softmax maximum and sum, an empty tensor, and seed, offset and length of the mask."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -96,7 +99,7 @@ def npu_fusion_attention_grad(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, pse and sink; they are empty for absent inputs."""
+    """Return the gradients of query, key, value, pse and sink; those of inputs that are None are empty."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -151,7 +154,7 @@ def npu_fusion_attention_v2(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return what ``npu_fusion_attention`` returns; ``pse_type`` says where the position bias is added."""
+    """Return the same as ``npu_fusion_attention``; ``pse_type`` says where the position bias is added."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -261,7 +264,7 @@ def npu_fusion_attention_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``npu_fusion_attention`` returns, but seed and offset as tensors, and no mask length."""
+    """Return the same as ``npu_fusion_attention``, but seed and offset as tensors, and no mask length."""
     output, maximum, total, empty, seed, offset, _ = npu_fusion_attention(
         query,
         key,
@@ -316,7 +319,7 @@ def npu_fusion_attention_grad_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``npu_fusion_attention_grad`` returns."""
+    """Return the same as ``npu_fusion_attention_grad``."""
     return npu_fusion_attention_grad(
         query,
         key,

@@ -1,6 +1,6 @@
-"""Flash attention and its gradient, written out: what the kernels in ``attention.py`` compute.
+"""Reference implementation of flash attention and its gradient, equivalent to that in ``attention.py``.
 
-Every layout is split into pieces ``[b, n, s, d]``: one for a dense layout, one per sequence for TND.
+Every layout is split into ``[b, n, s, d]`` pieces: one piece for a dense layout, one per sequence for TND.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is sc
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments that forward and backward share, gathered from any of the versions."""
+    """The arguments that the forward and backward passes share, gathered from any of the versions."""
 
     heads: int
     layout: str
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Piece]:
-    """Split a call into blocks that attend to nothing outside themselves."""
+    """Split a call into blocks that do not attend to anything outside themselves."""
     if call.layout != "TND":
         kv_heads = call.kv_heads(query, key, value)
         dense = (
@@ -91,7 +91,7 @@ def _forbidden(call: Call, queries: int, keys: int, prefix: Sequence[int] | None
 
 
 def _scores(call: Call, piece: Piece) -> Tensor:
-    """Return scale · q·kᵀ with position bias and mask, fp32 ``[b, n, sq, skv]``."""
+    """Return scale · q·kᵀ with the position bias and the mask applied, fp32 ``[b, n, sq, skv]``."""
     groups = piece.query.size(1) // piece.key.size(1)
     scores = piece.query.float() @ piece.key.float().repeat_interleave(groups, 1).transpose(-1, -2)
     pse = 0.0 if call.pse is None else call.pse.float()
@@ -107,10 +107,10 @@ def _weights(piece: Piece) -> int:
 def _dropout(
     call: Call, blocks: Sequence[Piece], seed: int, offset: int, packed: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return the dropout factors 0 or 1 / keep_prob of every piece, flat; None without dropout.
+    """Return the flat dropout factors, 0 or 1 / keep_prob, of every piece; None without dropout.
 
-    They are slices of one mask, which is generated from seed and offset unless ``packed`` contains its bits.
-    So the pieces have different masks, and the backward pass obtains the same ones.
+    They are slices of one mask, which is generated from the seed and offset unless ``packed`` contains its
+    bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
     """
     if call.keep_prob == 1:
         return [None] * len(blocks)
@@ -125,11 +125,12 @@ def _dropout(
 def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-    """Return output, softmax maximum and sum, and the seed, offset and length of the dropout mask.
+    """Return the output, softmax maximum and sum, and the seed, offset and length of the dropout mask.
 
     Args:
         mask: the packed dropout mask; ``seed`` and ``offset`` then tell the backward pass how to regenerate
-            it. Without it they are drawn from the device's generator, whatever is passed, as on the device.
+            it. Without it, they are drawn from the device's generator regardless of the arguments, as on the
+            device.
     """
     blocks = list(pieces(call, query, key, value))
     if call.keep_prob < 1 and mask is None:
@@ -151,7 +152,7 @@ def forward(
 
 
 def _padded(statistics: Tensor, rows: int) -> Tensor:
-    """Append zeros for the rows of sequences that were left out."""
+    """Append zeros for the rows of sequences that were omitted."""
     missing = statistics.new_zeros(rows - statistics.size(0), *statistics.shape[1:])
     return torch.cat([statistics, missing])
 
@@ -177,7 +178,7 @@ def _forward_piece(call: Call, piece: Piece, kept: Tensor | None) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward pass saves for the backward pass."""
+    """The values that the forward pass saves for the backward pass."""
 
     maximum: Tensor
     total: Tensor
@@ -188,7 +189,7 @@ class Saved:
 
 @dataclass
 class Gradients:
-    """Gradients of query, key, value, position bias and sink; the last two only if they were given."""
+    """The gradients of query, key, value, position bias and sink; the last two only if they were given."""
 
     query: Tensor
     key: Tensor
@@ -198,7 +199,7 @@ class Gradients:
 
 
 def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, saved: Saved) -> Gradients:
-    """Return the gradients from the saved statistics and output, as the device does."""
+    """Return the gradients, computed from the saved statistics and output, as on the device."""
     gradients = Gradients(torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
     blocks = list(pieces(call, query, key, value))
     kept = _dropout(call, blocks, saved.seed, saved.offset)
@@ -214,7 +215,7 @@ def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, 
 
 
 def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the softmax maximum and sum ``[b, n, s, 1]`` of every piece."""
+    """Return the softmax maximum and the softmax sum ``[b, n, s, 1]`` of every piece."""
     if call.layout != "TND":
         return [saved.maximum[..., :1]], [saved.total[..., :1]]
     rows = [block.query_rows for block in blocks]
@@ -226,14 +227,14 @@ def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list
 
 
 def _as_piece(call: Call, x: Tensor, piece: Piece) -> Tensor:
-    """Return this piece of a tensor in the output's layout, as fp32 ``[b, n, s, d]``."""
+    """Return this piece's part of a tensor in the output's layout, as fp32 ``[b, n, s, d]``."""
     if call.layout == "TND":
         return _rows(x, piece.query_rows).float()
     return layouts.to_bnsd(x, call.layout, call.heads).float()
 
 
 def _store(call: Call, gradients: Gradients, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of one piece to the whole gradients."""
+    """Write the gradients of one piece into the gradients of the whole tensors."""
     if call.layout == "TND":
         for target, rows, grad in (
             (gradients.query, piece.query_rows, dq),

@@ -1,4 +1,4 @@
-"""Shapes of the attention operations: a common view of all layouts, and the pairs a sparse mode forbids."""
+"""Shapes of the attention operations: a common view of all layouts, and the pairs masked by sparse modes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STATISTICS_WIDTH = 8  # maximum and sum of the softmax come back eight times
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call; in layout TND ``queries`` and ``keys`` are totals over the sequences.
+    """Sizes of one attention call; with layout TND, ``queries`` and ``keys`` are totals over the sequences.
 
     Attributes:
         batch: b, or the number of sequences.
-        heads: heads of the query.
-        kv_heads: heads of key and value.
+        heads: the number of heads of the query.
+        kv_heads: the number of heads of key and value.
         queries: sq.
         keys: skv.
         size: d of query and key.
@@ -42,10 +42,10 @@ class Sizes:
 def sizes(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, lengths: Sequence[int] | None
 ) -> Sizes:
-    """Determine the sizes from tensors whose number of dimensions fits the layout.
+    """Determine the sizes from tensors whose number of dimensions matches the layout.
 
     Args:
-        lengths: the cumulative lengths for TND, else None.
+        lengths: the cumulative lengths for TND, otherwise None.
     """
     if layout in ("BSH", "SBH"):
         sequence, batch = (1, 0) if layout == "BSH" else (0, 1)
@@ -74,7 +74,7 @@ def sizes(
 
 
 def to_bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
-    """Return a dense layout as ``[b, n, s, d]``."""
+    """Return a tensor in a dense layout as ``[b, n, s, d]``."""
     if layout == "BNSD":
         return x
     if layout == "BSND":
@@ -84,7 +84,7 @@ def to_bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(x: Tensor, layout: str) -> Tensor:
-    """Return ``[b, n, s, d]`` in a dense layout, contiguous."""
+    """Return a ``[b, n, s, d]`` tensor in a dense layout, made contiguous."""
     if layout == "BNSD":
         return x.contiguous()
     if layout == "BSND":
@@ -94,7 +94,7 @@ def from_bnsd(x: Tensor, layout: str) -> Tensor:
 
 
 def used(ends: Sequence[int]) -> list[int]:
-    """Return the cumulative ends without trailing zeros, which mean sequences that are left out."""
+    """Return the cumulative ends without trailing zeros, which stand for omitted sequences."""
     count = len(ends)
     while count and ends[count - 1] == 0:
         count -= 1
@@ -102,28 +102,31 @@ def used(ends: Sequence[int]) -> list[int]:
 
 
 def spans(ends: Sequence[int]) -> list[slice]:
-    """Return the rows of each sequence that is not left out, from cumulative ends."""
+    """Return the rows of each sequence that is not omitted, given the cumulative ends."""
     return [slice(start, end) for start, end in pairwise([0, *used(ends)])]
 
 
 def distance(queries: int, keys: int) -> Tensor:
-    """Return ``[queries, keys]``: position of the key minus position of the query, both counted from 0."""
+    """Return the position of each key minus the position of each query, both counted from 0.
+
+    The shape is ``[queries, keys]``.
+    """
     return torch.arange(keys) - torch.arange(queries).unsqueeze(1)
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return True where a key is more than ``before`` positions behind or ``after`` ahead of its query.
+    """Return True where a key is more than ``before`` positions behind its query or ``after`` ahead of it.
 
     Args:
-        anchor: position of the first query among the keys: 0 counts from the top left corner, keys - queries
-            from the bottom right one.
+        anchor: the position of the first query among the keys: with 0, positions are counted from the top
+            left corner, with keys - queries from the bottom right corner.
     """
     ahead = distance(queries, keys) - anchor
     return (ahead > after) | (ahead < -before)
 
 
 def prefix_forbidden(queries: int, keys: int, prefix: Sequence[int]) -> Tensor:
-    """Return ``[b, 1, queries, keys]``: True above the bottom-right diagonal and outside the prefix."""
+    """Return ``[b, 1, queries, keys]``, True above the bottom-right diagonal and outside the prefix."""
     later = distance(queries, keys) > keys - queries
     beyond = torch.arange(keys) >= torch.tensor(list(prefix)).view(-1, 1, 1, 1)
     return later & beyond
@@ -138,10 +141,10 @@ def forbidden(
     after: int,
     prefix: Sequence[int] | None,
 ) -> Tensor | None:
-    """Return True where a pair is masked, broadcastable to ``[b, n, queries, keys]``; None if nowhere.
+    """Return True where a pair is masked, broadcastable to ``[b, n, queries, keys]``; None if no pair is.
 
-    In modes 0, 1 and 5 the given mask alone decides (the limits require that it covers everything outside the
-    band). A two-dimensional mask for several sequences starts at the top left corner of each.
+    In modes 0, 1 and 5, the given mask alone decides (the limits require that it covers everything outside
+    the band). A two-dimensional mask for several sequences starts at the top left corner of each sequence.
     """
     if mask is None:
         return None
@@ -169,7 +172,7 @@ def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
 
 
 def unpack_statistics(packed: Tensor, rows: Sequence[slice], softmax_layout: str) -> list[Tensor]:
-    """Return the statistics ``[n, s, 8]`` of each sequence from the result of ``pack_statistics``."""
+    """Return the statistics ``[n, s, 8]`` of each sequence, given the result of ``pack_statistics``."""
     heads = packed.size(1)
     flat = packed.reshape(-1, STATISTICS_WIDTH)
     unpacked = []

@@ -1,4 +1,4 @@
-"""The merge step of ring attention: combine two partial results over different keys."""
+"""Reference kernel for the merge step of ring attention, which combines results over different keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def npu_ring_attention_update(
     input_layout: str = "SBH",
     input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, softmax maximum and sum over the keys of both results (Milakov and Gimelshein 2018).
+    """Return the output, softmax maximum and sum over the keys of both results (Milakov and Gimelshein 2018).
 
-    Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``; for TND
+    Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``. For TND,
     they are ordered by head within each sequence unless ``input_softmax_layout`` is TND.
     """
     maximum = torch.maximum(prev_softmax_max, cur_softmax_max)

@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention: queries of many heads over selected rows of one latent key."""
+"""Reference kernels for DeepSeek's sparse attention of many heads to selected rows of one latent key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def npu_sparse_flash_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(scale · q·k̃ᵀ)·ṽ ``[b, s, n, 512]``, and the maximum and sum of each row of scores.
 
-    k̃ and ṽ are the rows named in ``sparse_indices`` ``[b, s, 1, k]``; negative indices name no row. The
+    k̃ and ṽ are the rows that ``sparse_indices`` ``[b, s, 1, k]`` select; negative indices select no row. The
     scores of the rotated parts, ``query_rope`` and ``key_rope``, are added. Statistics are ``[b, 1, s, n]``
     in fp32, or empty.
     """
@@ -108,7 +108,7 @@ def _scores(
     scale: float,
     mode: int,
 ) -> Tensor:
-    """Return the scores ``[b, s, n, k]``: -inf where no row is selected and, in mode 3, for later keys."""
+    """Return the scores ``[b, s, n, k]``, -inf where no row is selected and, in mode 3, for later keys."""
     scores = torch.einsum("bsnd,bskd->bsnk", query.float(), _rows(key, indices))
     scores += torch.einsum("bsnd,bskd->bsnk", query_rope.float(), _rows(key_rope, indices))
     chosen = indices[:, :, 0].long()
@@ -127,7 +127,7 @@ def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-    """Scatter-add ``[b, s, k, d]`` to the rows that were selected; entries without a row are zero."""
+    """Scatter-add ``[b, s, k, d]`` to the selected rows; entries without a row are zero."""
     chosen = indices[:, :, 0].long().clamp(min=0)
     result = torch.zeros(like.size(0), like.size(1), like.size(3), dtype=torch.float32)
     for batch in range(like.size(0)):

@@ -1,9 +1,9 @@
-"""Which arguments Ascend's documentation allows for each operation, one table per operation.
+"""The arguments that Ascend's documentation allows for each operation, one table per operation.
 
-There is one file per family, named like the one with its kernels. Each table names its sources: "wheel" is
-``torch_npu/_op_plugin_docs.py`` of torch_npu 2.13.0, "op-plugin" its open source (Ascend/op-plugin,
-``op_plugin/ops``), "aclnn" CANN's API reference. Where they contradict each other, ``notes`` says which one
-counts. Only Atlas A2 and A3 training products are covered.
+There is one file per family, named like the file that contains its kernels. Each table names its sources:
+"wheel" is ``torch_npu/_op_plugin_docs.py`` of torch_npu 2.13.0, "op-plugin" its open source
+(Ascend/op-plugin, ``op_plugin/ops``), "aclnn" CANN's API reference. Where they contradict each other,
+``notes`` says which one applies. Only Atlas A2 and A3 training products are covered.
 """
 
 from __future__ import annotations

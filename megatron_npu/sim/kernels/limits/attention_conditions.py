@@ -1,4 +1,4 @@
-"""Conditions on the arguments of npu_fusion_attention, which its limits use."""
+"""Conditions on the arguments of npu_fusion_attention, which are used by its limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout_of(a: SimpleNamespace) -> str:
 
 
 def _ends(value: object) -> list[int]:
-    """Return cumulative lengths, a list or (third version) a tensor, as a list; None gives an empty list."""
+    """Return cumulative lengths (a list, or a tensor in the third version) as a list; empty for None."""
     return [] if value is None else [int(end) for end in value]  # type: ignore[attr-defined]
 
 
@@ -37,7 +37,7 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (queries, keys) of every sequence; a dense layout has one entry for the whole batch."""
+    """Return (queries, keys) for every sequence; for a dense layout, one entry covers the whole batch."""
     sizes = sizes_of(a)
     if layout_of(a) != "TND":
         return [(sizes.queries, sizes.keys)]
@@ -61,7 +61,7 @@ def same_batch_and_sequence(a: SimpleNamespace) -> bool:
 
 
 def head_count(a: SimpleNamespace) -> bool:
-    """Return whether head_num is the query's head count, or divides its last dimension."""
+    """Return True if head_num is the query's head count, or divides its last dimension."""
     layout = layout_of(a)
     if layout in ("BSH", "SBH"):
         size = a.query.size(2) // a.head_num
@@ -89,7 +89,7 @@ def has_not_too_many_sequences(argument: str, a: SimpleNamespace) -> bool:
 
 
 def is_cumulative(argument: str, tokens: str) -> Condition:
-    """Require non-decreasing ends that reach the token count; trailing zeros may leave out sequences."""
+    """Require non-decreasing ends that reach the token count; trailing zeros may omit sequences."""
 
     def holds(a: SimpleNamespace) -> bool:
         if layout_of(a) != "TND":
@@ -105,7 +105,7 @@ def is_cumulative(argument: str, tokens: str) -> Condition:
 
 
 def holds_band(negative: str, other: str, side: int) -> Condition:
-    """Check a negative limit of the band.
+    """Check that a negative limit of the band is valid.
 
     It must be smaller than the sequence, and the other limit must be at least as large.
 
@@ -151,7 +151,7 @@ def mask_covers_prefix(a: SimpleNamespace) -> bool:
 
 
 def mask_shape(a: SimpleNamespace) -> bool:
-    """Require [b or 1, n or 1, sq, skv] or [sq, skv] for full masks, a fixed size for compressed ones."""
+    """Require [b or 1, n or 1, sq, skv] or [sq, skv] for full masks; a fixed size for compressed masks."""
     shape, sizes = tuple(a.atten_mask.shape), sizes_of(a)
     if a.sparse_mode in COMPRESSED_MODES:
         return shape == layouts.COMPRESSED_MASK
@@ -172,7 +172,7 @@ def compressed_content(a: SimpleNamespace) -> bool:
 
 
 def _same_mask(mask: Tensor, wanted: Tensor) -> bool:
-    """Return whether masks are equal; eight elements at a time first, because every call runs this."""
+    """Return True if masks are equal; compares eight elements at a time, because every call does this."""
     words = mask.contiguous().view(torch.int64)
     return torch.equal(words, wanted.view(torch.int64)) or torch.equal(mask.bool(), wanted)
 

@@ -1,4 +1,4 @@
-"""Conditions that the tables of several families share."""
+"""Conditions that are shared by the tables of several families."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def not_decreasing(values: list[int]) -> bool:
-    """Return whether cumulative ends never decrease and start at 0 or above."""
+    """Return True if cumulative ends never decrease and start at 0 or above."""
     return all(first <= second for first, second in pairwise([0, *values]))

@@ -1,4 +1,4 @@
-"""Argument limits for sorting tokens by expert and back, and for selecting experts."""
+"""Argument limits for sorting tokens by expert, reversing that order, and selecting experts."""
 
 from __future__ import annotations
 

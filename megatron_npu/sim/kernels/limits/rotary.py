@@ -15,8 +15,8 @@ ROTARY_GRADIENT_COUNT = 1024  # b · n at most, where cos or sin need a gradient
 def _rotary_layouts(a: SimpleNamespace) -> list[tuple[int, int]]:
     """Return (b, n) of the input for each layout that the shape of cos allows.
 
-    With dimensions of size 1 there are several: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be SBND or
-    BSND.
+    With dimensions of size 1, several layouts are possible: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be
+    SBND or BSND.
     """
     fitting = []
     for batch, heads, sequence in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):  # BNSD, BSND, SBND

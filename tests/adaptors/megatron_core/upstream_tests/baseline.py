@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from megatron_npu.base import files
@@ -26,7 +28,8 @@ class Baseline:
     ``there`` is the number of test files in the tree, of which perhaps not all are recorded, ``folders`` the
     same by folder (empty in a baseline that was recorded before it was noted). ``te`` is what
     stood under TransformerEngine's names: nothing (``absent``), or our layers (``local``) for a second pass,
-    in which only those tests ran that the first one excludes for want of them.
+    in which only those tests ran that the first one excludes for want of them. ``recorded`` is the day and
+    the commit of the last recording.
     """
 
     tree: str
@@ -36,6 +39,7 @@ class Baseline:
     files: dict[str, dict] = field(default_factory=dict)
     te: str = "absent"
     folders: dict[str, int] = field(default_factory=dict)
+    recorded: str = ""
 
     @classmethod
     def load(cls, tree: str, device: str, te: str = "absent") -> Baseline:
@@ -44,6 +48,9 @@ class Baseline:
         return cls(**json.loads(path.read_text())) if path.is_file() else cls(tree, device, te=te)
 
     def save(self) -> None:
+        command = ["git", "-C", str(FOLDER), "rev-parse", "--short=8", "HEAD"]
+        git = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        self.recorded = f"{datetime.now(timezone.utc):%Y-%m-%d}, commit {git.stdout.strip() or 'unknown'}"
         self.files = dict(sorted(self.files.items()))
         files.write(path_for(self.tree, self.device, self.te), json.dumps(vars(self), indent=1) + "\n")
 

@@ -15,89 +15,97 @@ _MOST = 15  # causes of failures that are listed
 
 _INTRODUCTION = """# Upstream's unit tests as judge
 
-Megatron-LM has unit tests of its own (`tests/unit_tests`), and so has deepspeedai's Megatron-DeepSpeed. They
-know nothing of this plug-in, so they judge it: the same files, unmodified, on a device that they were not
-written for. This page is generated from the
+For maintainers, and for reviewers who want to know which of upstream's own tests pass with this package.
+
+Megatron-LM has its own unit tests (`tests/unit_tests`), and so does deepspeedai's Megatron-DeepSpeed. These
+tests were written without knowledge of this plug-in, so they are an independent check: the same files are
+run without modification, on devices for which they were not written. This page is generated from the
 baselines in `tests/adaptors/megatron_core/upstream_tests/` by
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py --page
 ```
 
-A run compares with the baseline and names the tests that passed when it was recorded and do not now
-(`REGRESSION`), and those that fail unexplained and are not recorded (`new failure`); either makes the exit
-status 1. `--record` writes a new baseline, `--resume --scratch FOLDER` goes on where a run ended. Other
-versions of the [versions page](../how-to/megatron-core.md) than those recorded here can be tried; nobody has
-judged their failures. Checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
+A run compares its results with the baseline. It lists the tests that passed when the baseline was recorded
+and fail now (`REGRESSION`), and the tests that fail without an explanation and are not in the baseline
+(`new failure`); in both cases the exit code is 1. `--record` writes a new baseline, and `--resume --scratch
+FOLDER` continues an interrupted run. Versions on the [versions page](../how-to/megatron-core.md) that are
+not recorded here can also be run, but their failures have not been examined. The checkouts come from
+`scripts/get_megatron.sh`; nothing is written into them.
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device npu --folder tensor_parallel
 ```
 
-`npu` is the [simulated Ascend](../explanation/simulator.md) on a machine without NPUs. The baselines were
-taken with what upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack, nltk, nvtx,
-requests, httpx, pyzmq, flask, fastapi and nvidia-resiliency-ext; that of core_v0.19.0 with the version
-0.6.0 of the last, which its package pins, emerging-optimizers 0.3.0, omegaconf and aiohttp. A test that
-lacks one of them is not judged; the run says so.
+On a machine without NPUs, `npu` is the [simulated Ascend](../explanation/simulator.md). The baselines were
+recorded with the packages that upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack,
+nltk, nvtx, requests, httpx, pyzmq, flask, fastapi and nvidia-resiliency-ext. The baseline of core_v0.19.0
+was recorded with nvidia-resiliency-ext 0.6.0, the version that it pins, and with emerging-optimizers 0.3.0,
+omegaconf and aiohttp. A test whose packages are not installed does not count; the run reports this.
 
 ## How they are run
 
-- **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs; so do we, with 8 processes, each with
-  the environment that torchrun would give it. One process runs a file where eight would do the same eight
-  times: it has no word of torch.distributed or Megatron's groups, or only layouts of one rank. Exceptions,
-  with reasons: `upstream_tests/worlds.json`. Files of one process run several at a time (`--jobs`).
-- **A test passes** if it passes in all its ranks. When it fails in some only, or hangs, the world is
-  replaced, and the next one goes on with the next test.
-- **What the tests are told.** That there is an accelerator (`torch.cuda.is_available()` is true in the test
-  files: many skip themselves otherwise), and of tensors what Megatron is told (`is_cuda`). That there is no
-  network: what they would download is absent.
-- **Experimental.** A test that upstream marks so is run with `--experimental`, the others without, as the two
-  sessions of its CI do.
-- **Memory.** A world that would leave the machine less than a tenth of its memory is stopped, and the test
-  that it was in does not count.
+- **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs. This runner starts 8 processes, each
+  with the environment that torchrun would set. A file is run in a single process if eight processes would
+  all do the same, that is, if the file does not use torch.distributed or Megatron's groups, or uses only
+  layouts of one rank. `upstream_tests/worlds.json` lists the exceptions with their reasons. Several files
+  that need one process are run at the same time (`--jobs`).
+- **A test passes** if it passes on all its ranks. If it fails only on some ranks, or hangs, all processes are
+  replaced, and the new processes continue with the next test.
+- **The environment of the tests.** The tests find an accelerator (`torch.cuda.is_available()` is true in
+  the test files, because many tests skip themselves otherwise), and `is_cuda` of tensors has the same value
+  as for Megatron. They find no network: files that they would download are missing.
+- **Experimental tests.** A test that upstream marks as experimental is run with `--experimental`, and the
+  others without, like in the two sessions of upstream's CI.
+- **Memory.** If the processes of a test would leave less than a tenth of the machine's memory free, they are
+  stopped, and the test does not count.
 - **Groups** of a model-parallel layout that a test has destroyed are released, from megatron-core 0.9 on;
-  upstream leaves them to the end.
-- **Megatron-DeepSpeed.** Of deepspeedai's tree all of `tests` is run, with the extra `[deepspeed]`, but for
-  its functional tests, which judge the logs of a cluster. Its conftest asks for the rank before there is a
-  process group, which no test would survive: it is told 1. Bigscience's tests start their ranks themselves;
-  what they did is on [the page of that tree](megatron-deepspeed.md#the-checkouts-own-tests).
+  upstream keeps them until the end.
+- **Megatron-DeepSpeed.** For deepspeedai's checkout, all tests in `tests` are run with the extra
+  `[deepspeed]`, except its functional tests, which evaluate the logs of a cluster. Its conftest queries the
+  rank before a process group exists, which would make every test fail; it receives 1. bigscience's tests
+  start their ranks themselves; their results are on [the page of that
+  checkout](megatron-deepspeed.md#the-checkouts-own-tests).
 
-- **TransformerEngine** is not there. A test that fails for want of it runs a second time, with
-  [our layers under its names](../explanation/without-transformer-engine.md#layers-under-its-names); that
-  counts then:
+- **TransformerEngine** is not installed. A test that fails for this reason is run a second time, with [our
+  layers under its names](../explanation/without-transformer-engine.md#layers-under-its-names), and the
+  result of the second run counts:
 
   ```bash
   MEGATRON_NPU_TE=local python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --record
   ```
 
-  The second pass takes its tests from the first one's baseline, and has a baseline of its own
+  The second pass takes its list of tests from the baseline of the first pass, and has its own baseline
   (`…-te-local.json`).
 
 ## What counts
 
-*Excluded* is a test that failed for a reason which has nothing to do with the plug-in; each rule and its
-reason are in `upstream_tests/exclusions.json`. A rule never turns a pass into anything else, and a test that
-passed once and fails now is a regression whatever the rules say. A few tests are not even started: those
-that fill the device's memory, where it is the machine's, and five that
-[never end](#tests-that-never-end). *Skipped* is what upstream's own marks skip. The quota is
-passed / (passed + failed). A file that cannot be imported counts as one test.
+A test is *excluded* if it failed for a reason that is unrelated to the plug-in;
+`upstream_tests/exclusions.json` contains each rule with its reason. A rule never changes the result of a
+test that passes, and a test that passed before and fails now is a regression regardless of the rules. A few
+tests are not started at all: tests that fill the device's memory, if the device's memory is the machine's
+memory, and five tests that [never end](#tests-that-never-end). *Skipped* tests are those that upstream's
+own marks skip. The quota is passed / (passed + failed). A file that cannot be imported counts as one test.
 
-A file that is not recorded was not run to its end where the baseline was taken; the tables say how many
-are. Of a test that is not recorded nothing is known.
+A file that is not recorded was not run to its end when the baseline was recorded; the tables give the
+number of recorded files. The results of tests that are not recorded are unknown.
 
 ## Tests that never end
 
-In core_v0.18.2 twelve tests of two files once had no result on a CPU. Five of them hang; the other seven were
-not run, because the runner gives up a file in which three tests hang. The rules now leave the five out.
+In core_v0.18.2, twelve tests in two files once had no result on a CPU. Five of them hang; the other seven
+were not run, because the runner gives up a file in which three tests hang. The rules now exclude the five
+tests.
 
-- `test_single_encoder_8gpu` and `test_dual_encoder_8gpu` of `test_multimodule_schedules.py` hang while gloo
-  connects a group: ranks of different groups wait for each other. Some ranks alone call `new_group`; torch
-  numbers groups by these calls, so two groups get the same name. NCCL connects a group only at its first use.
-- The three of `TestMimoCheckpoint` hang with some ranks in the barrier of `_cleanup_tmpdir` and the others in
-  `optimizer.step()`. TransformerEngine's layers are mocks here: the ranks that build the projection raise
-  `StopIteration` at the second model and go to the barrier.
-- The seven of `TestOptimizerCheckpointHelpers` in `test_mimo_checkpoint.py` pass: they use no collective.
+- `test_single_encoder_8gpu` and `test_dual_encoder_8gpu` in `test_multimodule_schedules.py` hang while gloo
+  connects a group, because ranks of different groups wait for each other. Only some ranks call `new_group`;
+  torch numbers groups by these calls, so two groups get the same name. NCCL connects a group only when it
+  is used for the first time.
+- The three tests in `TestMimoCheckpoint` hang with some ranks in the barrier of `_cleanup_tmpdir` and the
+  others in `optimizer.step()`. TransformerEngine's layers are mocks here: the ranks that build the
+  projection raise `StopIteration` at the second model and proceed to the barrier.
+- The seven tests in `TestOptimizerCheckpointHelpers` in `test_mimo_checkpoint.py` pass; they use no
+  collective.
 """
 
 
@@ -146,7 +154,8 @@ def _section(one: Baseline) -> str:
     minutes = sum(entry["seconds"] for entry in one.files.values()) / 60
     lines = [
         f"## {one.tree} on {one.device}\n",
-        f"{versions}; {len(one.files)} of {one.there} files, in {minutes:.0f} minutes.\n",
+        f"Recorded up to {one.recorded}; {versions}; {len(one.files)} of {one.there} files, in {minutes:.0f} "
+        "minutes.\n",
     ]
     lines += ["| folder | files | passed | failed | excluded | skipped | quota |", "|---" * 7 + "|"]
     for folder, recorded in _folders(one).items():

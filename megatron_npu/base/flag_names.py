@@ -1,0 +1,74 @@
+"""Flags of MindSpeed, Transformers and Megatron under other names, and what replaces each of them here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from typing import NamedTuple
+
+
+class Instead(NamedTuple):
+    """What replaces a flag in the commands that have a certain flag of their own.
+
+    Attributes:
+        where: the flag that a command must have for ``text`` to apply to it.
+        text: what the error message expects in place of the unknown flag.
+    """
+
+    where: str
+    text: str
+
+
+_WINDOW = "--pre-tockens"  # only commands and scripts that train Megatron's models have this flag
+_ALWAYS_ON = (
+    Instead(_WINDOW, "no flag for this, because fused operations are always on"),
+    Instead("--fused-ops", "--fused-ops, which replaces all operations that have a fused implementation"),
+)
+
+_INSTEAD: dict[str, tuple[Instead, ...]] = {
+    "--window-size": (Instead(_WINDOW, "--pre-tockens LEFT --next-tockens RIGHT"),),
+    "--sliding-window": (
+        Instead(_WINDOW, "--pre-tockens N, where N is one less than Transformers' sliding_window"),
+    ),
+    "--use-fused-rmsnorm": _ALWAYS_ON,
+    "--use-fused-swiglu": _ALWAYS_ON,
+    "--use-fused-rotary-pos-emb": _ALWAYS_ON,
+    "--use-fused-ring-attention-update": _ALWAYS_ON,
+    "--use-fusion-attn-v2": (Instead(_WINDOW, "no flag for this, because fused attention is always on"),),
+    "--use-fused-moe-token-permute-and-unpermute": (Instead(_WINDOW, "--moe-permute-fusion"),),
+    "--context-parallel-algo": (Instead(_WINDOW, "--cp-comm-type with p2p, a2a, all_gather or a2a+p2p"),),
+    "--ulysses-degree-in-cp": (Instead(_WINDOW, "--hierarchical-context-parallel-sizes U R"),),
+    "--use-ascend-mc2": (Instead(_WINDOW, "--tp-comm-overlap with --sequence-parallel"),),
+    "--use-ascend-coc": (Instead(_WINDOW, "--tp-comm-overlap with --sequence-parallel"),),
+    "--virtual-optimizer": (Instead(_WINDOW, "--swap-optimizer"),),
+    "--recompute-activation-function": (
+        Instead(_WINDOW, "--recompute-granularity selective --recompute-modules mlp"),
+    ),
+    "--recompute-norm": (
+        Instead(_WINDOW, "--recompute-granularity selective --recompute-modules layernorm"),
+    ),
+    "--moe-zero-memory": (Instead(_WINDOW, "--recompute-modules moe_act"),),
+    "--moe-tp-extend-ep": (Instead(_WINDOW, "--expert-tensor-parallel-size 1"),),
+    "--npu-deterministic": (Instead(_WINDOW, "--deterministic-mode"),),
+}
+
+
+def instead_of(flag: str, known: Container[str]) -> str | None:
+    """Return what to use in place of a flag.
+
+    Args:
+        flag: an unknown flag, such as ``--use-fused-rmsnorm``.
+        known: the flags of the command or script.
+
+    Returns:
+        The text for an error message, or None if there is no replacement that the command has.
+    """
+    for one in _INSTEAD.get(flag, ()):
+        if one.where in known and all(name in known for name in re.findall(r"--[a-z][\w-]*", one.text)):
+            return one.text
+    return None
+
+
+def flags_of_others() -> list[str]:
+    """Return the flags for which there is a replacement."""
+    return list(_INSTEAD)

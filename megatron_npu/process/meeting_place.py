@@ -1,0 +1,190 @@
+"""Wait for the store of a run at MASTER_ADDR:MASTER_PORT, and explain why it cannot be reached.
+
+A wrong address looks like a first machine that has not started yet: torch retries both for ten to fifteen
+minutes, and logs only C++ messages. Here a line every 20 seconds states the address, the number of attempts,
+the reason and what to check; the wait is limited (``MEGATRON_NPU_RENDEZVOUS_TIMEOUT``), and short if the
+address cannot be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+
+_T = TypeVar("_T")
+_SAY = 20.0  # seconds between two lines
+_TRY = 5.0  # seconds for one connection
+_PAUSE = 0.5
+_LIMIT = 600.0  # seconds for the first machine to serve its store, and for the others to come; as torch
+_WRONG = 60.0  # seconds, if the address seems wrong; the name of a new pod may not resolve at once
+
+
+class NoAnswerError(UsageError):
+    """Raised when a store cannot be reached in time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The address of a run's store, and who waits for it.
+
+    Attributes:
+        who: the rank or machine that waits, with its host name.
+        host, port: the address.
+        serves: whether this process serves the store; it does so already.
+        elsewhere: whether the store is on another machine.
+        name: where the address comes from.
+        patience: seconds that the launcher was told to wait, if that is more than the default; otherwise 0.
+    """
+
+    who: str
+    host: str
+    port: int
+    serves: bool
+    elsewhere: bool
+    name: str = "MASTER_ADDR:MASTER_PORT"
+    patience: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.host}:{self.port}"
+
+
+def patience_for_others(told: float = 0.0) -> float:
+    """Return for how many seconds the first machine waits for the others, if told ``Place.patience``."""
+    return _given() or max(_LIMIT, told)
+
+
+def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -> _T:
+    """Return what ``connect`` returns, as soon as something answers at the address.
+
+    Args:
+        place: the address.
+        connect: opens the connection; while it raises a RuntimeError or an OSError, the wait continues.
+        speaks: whether this process logs that it waits.
+
+    Raises:
+        NoAnswerError: nothing answers in time.
+    """
+    began = said = time.monotonic()
+    attempts = 0
+    while True:
+        attempts += 1
+        reason = _refusal(place.host, place.port)
+        if not reason:
+            try:
+                return connect()
+            except (RuntimeError, OSError) as error:
+                first = str(error).strip().partition("\n")[0]
+                reason = f"something answers there that is not the run's store: {first}"
+        now = time.monotonic()
+        hint, patience = _hint(place)
+        line = f"{place.who} cannot reach {place} ({reason}{hint})"
+        if now - began >= (_given() or patience):
+            raise NoAnswerError(
+                f"{line}: {attempts} attempts in {now - began:.0f} s. The first machine must serve the "
+                "run's store at that address",
+                remedy=f"{_remedy(place)} {settings.RENDEZVOUS_TIMEOUT.name}=SECONDS sets the wait.",
+            )
+        if speaks and now - said >= _SAY:
+            said = now
+            print(
+                f"megatron_npu: {line}; still trying after {now - began:.0f} s. {_remedy(place)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_PAUSE)
+
+
+def joined(place: Place, missing: Callable[[], str]) -> None:
+    """Wait on the machine that serves the store until the others have come.
+
+    Args:
+        place: the address of the store.
+        missing: returns which machines have not come yet, or an empty string.
+
+    Raises:
+        UsageError: some do not come in time.
+    """
+    began = said = time.monotonic()
+    while lacking := missing():
+        now = time.monotonic()
+        line = f"{place.who} has waited for {lacking} at {place} for {now - began:.0f} s"
+        if now - began >= patience_for_others(place.patience):
+            raise UsageError(
+                f"{line}, but every machine of the job must connect to the run's store",
+                remedy=f"See the messages on those machines. {settings.RENDEZVOUS_TIMEOUT.name}=SECONDS sets "
+                "the wait.",
+            )
+        if now - said >= _SAY:
+            said = now
+            print(f"megatron_npu: {line}; see the messages on those machines", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE)
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Return whether a host name or address belongs to this machine."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
+                trial.bind(address)
+                return True
+    return False
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether a server accepts connections at an address."""
+    return not _refusal(host, port)
+
+
+def _given() -> float | None:
+    value = settings.RENDEZVOUS_TIMEOUT.value()
+    return None if value is None else float(str(value))
+
+
+def _refusal(host: str, port: int) -> str:
+    """Return why a connection fails, or an empty string if it succeeds."""
+    try:
+        socket.create_connection((host, port), timeout=_TRY).close()
+    except socket.gaierror as error:
+        return f"the host name does not resolve: {error.strerror}"
+    except UnicodeError:  # of a label that is empty or too long
+        return "this is not a host name"
+    except TimeoutError:
+        return f"no answer within {_TRY:.0f} s{_resolved(host)}"
+    except OSError as error:
+        return f"{os.strerror(error.errno) if error.errno else error}{_resolved(host)}"
+    return ""
+
+
+def _resolved(host: str) -> str:
+    with contextlib.suppress(OSError):
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)})
+        return "" if found == [host] else f"; it resolves to {', '.join(found)}"
+    return ""
+
+
+def _hint(place: Place) -> tuple[str, float]:
+    """Return what is known to be wrong with the address, and for how long to wait then."""
+    own = is_of_this_machine(place.host)
+    if place.serves:
+        return ("" if own else "; it is not an address of this machine, which serves the store"), _WRONG
+    if own and place.elsewhere:
+        return "; it is an address of this machine itself, which is not the first one", _WRONG
+    return "", max(_LIMIT, place.patience)
+
+
+def _remedy(place: Place) -> str:
+    if place.serves:
+        return "Set the address to one at which the other machines reach this machine."
+    return (
+        "Check that this is the address of the first machine (node rank 0), that the job is running there, "
+        f"and that its firewall opens port {place.port}."
+    )

@@ -1,0 +1,113 @@
+"""Report a torchrun that waits for a machine: it logs only C++ messages, for up to fifteen minutes.
+
+torchrun imports torch, and torch's entry point imports this package, before ranks exist. If torchrun will
+start this package's commands on several machines, a thread connects to the address that torchrun was given,
+logs what is wrong, and ends torchrun when the wait is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import meeting_place
+
+_THREAD = "megatron_npu rendezvous"
+_PROGRAMS = ("megatron_npu", "megatron-npu")
+_LAUNCHERS = ("torch.distributed.run", "torchrun")
+_RUN = "TORCHELASTIC_RUN_ID"  # what torchrun tells its ranks
+_PORT = "29500"  # torchrun's default
+_TIMEOUTS = ("timeout", "join_timeout")  # of --rdzv-backend static, and of c10d
+_EXIT = 1  # torchrun's code for every failure
+_PAUSE = 1.0
+
+
+def watch() -> None:
+    """Start the thread if this process is such a torchrun. A second call has no effect."""
+    words = _options(sys.orig_argv)
+    if words and not any(thread.name == _THREAD for thread in threading.enumerate()):
+        threading.Thread(target=_wait, args=(words,), name=_THREAD, daemon=True).start()
+
+
+def _options(command: Sequence[str]) -> list[str]:
+    """Return torchrun's own words, if a command line is torchrun's and starts this package; else nothing."""
+    launcher = next((n for n, word in enumerate(command) if Path(word).name in _LAUNCHERS), None)
+    program = next((n for n, word in enumerate(command) if Path(word).name in _PROGRAMS), None)
+    if launcher is None or program is None or program < launcher:
+        return []
+    return list(command[launcher + 1 : program])
+
+
+def _wait(words: Sequence[str]) -> None:
+    place = _place(words)
+    if place is None:
+        return
+    # a store that torchrun has not started yet is not an error
+    while place.serves and not meeting_place.answers("127.0.0.1", place.port):
+        time.sleep(_PAUSE)
+    try:
+        meeting_place.connected(place, lambda: None)
+        if place.serves:
+            meeting_place.joined(place, _has_started_ranks)
+    except UsageError as error:
+        print(f"megatron_npu: error: {error}", file=sys.stderr, flush=True)
+        os._exit(_EXIT)
+
+
+def _has_started_ranks() -> str:
+    """Return which machines are missing; empty once torchrun has started its ranks, because all have come.
+
+    Other children, such as those of torch_npu, do not have the ranks' variables.
+    """
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):
+            if _RUN in child.environ():
+                return ""
+    return "the other machines"
+
+
+def _place(words: Sequence[str]) -> meeting_place.Place | None:
+    """Return the address at which several machines meet; None on a single machine, or for another way."""
+    count, backend = _value(words, "nnodes", "1").rpartition(":")[2], _value(words, "rdzv-backend", "static")
+    if not count.isdecimal() or int(count) < 2 or "--standalone" in words:
+        return None
+    name, endpoint = "--rdzv-endpoint", _value(words, "rdzv-endpoint", "")
+    if not endpoint:
+        name, master = "--master-addr:--master-port", _value(words, "master-addr", "127.0.0.1")
+        endpoint = f"{master}:{_value(words, 'master-port', _PORT)}"
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or backend not in ("static", "c10d"):
+        return None
+    machine, own, patience = _value(words, "node-rank", "0"), socket.gethostname(), _patience(words)
+    if backend == "c10d":  # the machine that has the address serves the store
+        serves = meeting_place.is_of_this_machine(host)
+        return meeting_place.Place(f"torchrun on {own}", host, int(port), serves, False, name, patience)
+    serves = machine == "0"
+    who = f"torchrun on machine {machine} ({own})"
+    return meeting_place.Place(who, host, int(port), serves, not serves, name, patience)
+
+
+def _patience(words: Sequence[str]) -> float:
+    """Return the longest wait in ``--rdzv-conf``, such as ``join_timeout=1800``, or 0."""
+    pairs = (pair.partition("=") for pair in _value(words, "rdzv-conf", "").split(","))
+    waits = (value.strip() for name, _, value in pairs if name.strip() in _TIMEOUTS)
+    return max((float(wait) for wait in waits if wait.isdecimal()), default=0.0)
+
+
+def _value(words: Sequence[str], name: str, default: str) -> str:
+    """Return the value of an option, which torchrun also reads from ``PET_…`` and spells with - or _."""
+    found = os.environ.get(f"PET_{name.replace('-', '_').upper()}", default)
+    for number, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option.replace("_", "-") == f"--{name}":
+            found = value if "=" in word else "".join(words[number + 1 : number + 2])
+    return found

@@ -1,0 +1,169 @@
+"""A wrong MASTER_ADDR, or a machine that does not come: each command ends early, and says why in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.base import settings
+from megatron_npu.base.errors import UsageError
+from megatron_npu.process import meeting_place, torchrun
+from megatron_npu.watchdog import first_contact
+from tests.finetune import test_train_command
+from tests.support import ports, processes, tiny, train_runs, warm
+
+pytest.importorskip("megatron.core")
+
+WAIT = {settings.RENDEZVOUS_TIMEOUT.name: "1"}
+ELSEWHERE = (
+    r"cannot reach MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(Connection refused; it is an address of "
+    r"this machine itself, which is not the first one\): \d+ attempts? in \d s. The first machine "
+    r"must .*firewall opens "
+    r"port {port}\. MEGATRON_NPU_RENDEZVOUS_TIMEOUT=SECONDS sets the wait"
+)
+UNKNOWN = (
+    r"cannot reach MASTER_ADDR:MASTER_PORT nowhere\.invalid:{port} \(the host name does not resolve.*; "
+    r"it is not an address of this machine, which serves"
+)
+MISSING = r"has waited for (?:machine 1|\d+ s for rank 1)\b.*127\.0\.0\.1:{port}"
+# the number of this machine, its MASTER_ADDR, and what is said
+WRONG = {
+    "another-machine": (1, "127.0.0.1", ELSEWHERE),
+    "the-first-machine": (0, "nowhere.invalid", UNKNOWN),
+    "nobody-comes": (0, "127.0.0.1", MISSING),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("command", ["pretrain", "train"])
+def test_a_command_ends_early(command: str, case: str) -> None:
+    """It took ten minutes, of ``train`` fifteen, and torch's C++ messages were all that was said."""
+    number, address, line = WRONG[case]
+    port = str(ports.free_port())
+    place = {"MASTER_ADDR": address, "MASTER_PORT": port, **WAIT}
+    if command == "train":
+        script = ("--user-script", test_train_command.SLOW, "--train-iters", 2)
+        done = train_runs.train(*script, processes=1, NNODES="2", NODE_RANK=str(number), **place)
+    else:
+        flags = [*tiny.flags_for(Path())[:-2], "--mock-data"]
+        rank = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        words = [sys.executable, "-m", "megatron_npu", "pretrain", *flags]
+        env = {**tiny.environment(), **rank, **place}
+        done = warm.run(words, env=env, modules=warm.DRIVER, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.search(f"error: .*{line.format(port=port)}", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_torchrun_is_ended_early() -> None:
+    """In the process of torchrun, before there are ranks: torch's own limit is fifteen minutes."""
+    port = str(ports.free_port())
+    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr=127.0.0.1", "--master_port", port]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
+    words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
+    done = processes.run(words, env={**tiny.environment(), **WAIT}, capture_output=True, text=True)
+    line = ELSEWHERE.format(port=port).replace("MASTER_ADDR:MASTER_PORT", "--master-addr:--master-port")
+    assert done.returncode == 1
+    assert re.search(rf"megatron_npu: error: torchrun on machine 1 \(.*\) {line}", done.stderr), done.stderr
+
+
+PYTHON = ["python", "-m", "torch.distributed.run"]
+OURS = ["-m", "megatron_npu", "train"]
+MASTER = "--nnodes 2 --node_rank=1 --master-addr node1 --master_port 7".split()
+RENDEZVOUS = "--nnodes=1:4 --rdzv-backend c10d --rdzv_endpoint=127.0.0.1:9".split()
+LAUNCHES = {
+    "static": ([*PYTHON, *MASTER, *OURS], ("node1", 7, False, True)),
+    "first": (["/bin/torchrun", "--nnodes", "2", *OURS], ("127.0.0.1", 29500, True, False)),
+    "elastic": (["/bin/torchrun", *RENDEZVOUS, *OURS], ("127.0.0.1", 9, True, False)),
+    "one-machine": ([*PYTHON, "--nproc-per-node", "2", *OURS], None),
+    "another-program": ([*PYTHON, *MASTER, "train.py"], None),
+    "a-rank": (["python", "-m", "megatron_npu", "run", "torchrun", *MASTER], None),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_torchruns_that_are_watched(case: str) -> None:
+    command, expected = LAUNCHES[case]
+    words = torchrun._options(command)
+    place = torchrun._place(words) if words else None
+    assert (place and (place.host, place.port, place.serves, place.elsewhere)) == expected
+
+
+def test_a_longer_wait_that_torchrun_was_told_is_kept() -> None:
+    words = [*MASTER, "--rdzv-conf", "rank=1,timeout=1800"]
+    place = torchrun._place(words)
+    assert place is not None
+    assert meeting_place._hint(place)[1] == place.patience == 1800
+    assert meeting_place.patience_for_others(place.patience) == 1800
+    assert torchrun._place(MASTER).patience == 0  # type: ignore[union-attr]
+
+
+def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would wait for it for ten minutes, and not know why."""
+    port = ports.free_port()
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (rank | {"MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    served = []
+    answers = meeting_place.answers
+
+    def later(host: str, port: int) -> bool:
+        said = answers(host, port)
+        if not said:
+            served.append(first_contact.serve(port))
+        return said
+
+    monkeypatch.setattr(meeting_place, "answers", later)
+    first_contact.tell(meeting_place.NoAnswerError("no store"))  # it has waited already
+    assert not served
+    first_contact.tell(UsageError("no data", remedy="Pass some."))
+    (store,) = served
+    assert store.get(f"{first_contact._prefix()}/failed").endswith(b" exited: no data. Pass some.")
+
+
+@contextlib.contextmanager
+def _somebody() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_what_answers_and_is_no_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.RENDEZVOUS_TIMEOUT.name, "1")
+
+    def refuse() -> None:
+        raise RuntimeError("Ping failed\npage after page")
+
+    with _somebody() as port, pytest.raises(UsageError, match=r"answers there that is not .* Ping failed"):
+        meeting_place.connected(meeting_place.Place("rank 1", "127.0.0.1", port, False, True), refuse)
+
+
+def test_the_wait_is_logged_until_somebody_answers(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(meeting_place, "_SAY", 0.0)
+    monkeypatch.setattr(meeting_place, "_PAUSE", 0.01)
+    place = meeting_place.Place("rank 1 (node2)", "127.0.0.1", ports.free_port(), False, True)
+    servers: list[socket.socket] = []
+    refusal = meeting_place._refusal
+
+    def later(host: str, port: int) -> str:
+        said = refusal(host, port)
+        if not servers:
+            servers.append(socket.create_server((host, port)))
+        return said
+
+    monkeypatch.setattr(meeting_place, "_refusal", later)
+    assert meeting_place.connected(place, lambda: "the store") == "the store"
+    servers[0].close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"rank 1 \(node2\) cannot reach .* still trying after 0 s\. Check that this is", said)
+
+
+@pytest.mark.parametrize("name", ["node..1", "n" * 64, ""])
+def test_what_is_no_host_name_is_told(name: str) -> None:
+    assert not meeting_place.answers(name, 1)
+    assert not meeting_place.is_of_this_machine("node..1")

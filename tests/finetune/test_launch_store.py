@@ -1,0 +1,47 @@
+"""The store of a run on one machine, to which its other users can connect: nothing in it is unpickled."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.launcher import api
+
+from megatron_npu.finetune.run import launch
+from tests.support.payload import Runs
+
+
+def test_a_pickle_in_the_store_is_not_executed(monkeypatch, tmp_path) -> None:
+    """The agent's rendezvous, with the command's settings; a pickle is where torch's ``c10d`` expects one."""
+    mark, sizes = tmp_path / "executed", []
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH"):  # set by the command
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.setattr(launch, "_silence_agent", lambda: None)
+
+    def agent(config: api.LaunchConfig, program: str):
+        handler = registry.get_rendezvous_handler(
+            RendezvousParameters(
+                config.rdzv_backend, config.rdzv_endpoint, config.run_id, 1, 1, **config.rdzv_configs
+            )
+        )
+        if config.rdzv_backend == "c10d":
+            store = handler._state_holder._backend._store
+        else:
+            host, _, port = config.rdzv_endpoint.rpartition(":")
+            store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=5), wait_for_workers=False)
+        store.set(f"torch.rendezvous.{config.run_id}", base64.b64encode(pickle.dumps(Runs(mark))))
+        sizes.append(handler.next_rendezvous().world_size)
+        return lambda *arguments: None
+
+    monkeypatch.setattr(api, "elastic_launch", agent)
+    try:
+        assert launch.start([], 2) == 0
+    finally:
+        assert not mark.exists()
+    assert sizes == [1]
