@@ -10,6 +10,7 @@ import pytest
 
 from megatron_npu.adaptors.megatron_core.checkpoints import checksums as core
 from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
 
@@ -213,6 +214,19 @@ def test_ranks_go_on_when_the_tracker_has_its_name(saved, second, monkeypatch) -
         save_as_upstream(second)
         assert met == []
     assert met == [second]
+
+
+def test_a_script_does_not_write_its_tracker_through_a_link(saved, second, tmp_path) -> None:
+    """In a folder of a group, another user can guess the tracker's temporary name and put a link there."""
+    private = tmp_path / "private"
+    private.write_text("kept")
+    tracker = saved.parent / of_scripts.TRACKER
+    with of_scripts.saving(saved.parent, second, verifies=True):
+        files.partial_file(tracker).symlink_to(private)
+        save_as_upstream(second)
+    assert private.read_text() == "kept"
+    assert tracker.read_text() == "6"
+    assert not tracker.is_symlink()
 
 
 def test_wandb_is_given_the_tracker_when_it_has_its_name(saved, second, monkeypatch) -> None:
