@@ -49,6 +49,16 @@ fetch_wheel() {
     echo "$folder/$1"
 }
 
+# fetch_tree NAME COMMIT URL: one that cannot be had does not keep the others away
+fetch_tree() {
+    rm -rf "$folder/$1.part"
+    git init --quiet "$folder/$1.part" &&
+        git -C "$folder/$1.part" fetch --quiet --depth 1 "$3" "$2" &&
+        git -C "$folder/$1.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD &&
+        mv "$folder/$1.part" "$folder/$1" &&
+        echo "$folder/$1"
+}
+
 # Side by side: each waits for the package index most of the time.
 fetches=() failed=0
 for name in "${wheels[@]}"; do
@@ -64,10 +74,10 @@ done
 for tree in "${trees[@]}"; do
     read -r name commit from <<< "$tree"
     wanted "$name" || continue
-    rm -rf "$folder/$name.part"
-    git init --quiet "$folder/$name.part"
-    git -C "$folder/$name.part" fetch --quiet --depth 1 "${from:-$url}" "$commit"
-    git -C "$folder/$name.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
-    mv "$folder/$name.part" "$folder/$name"
-    echo "$folder/$name"
+    fetch_tree "$name" "$commit" "${from:-$url}" || {
+        echo "could not fetch $name from ${from:-$url}" >&2
+        rm -rf "$folder/$name.part"
+        failed=1
+    }
 done
+exit "$failed"

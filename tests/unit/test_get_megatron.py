@@ -51,6 +51,13 @@ def test_a_name_that_there_is_not(upstream, tmp_path):
     assert not (tmp_path / "trees").exists()
 
 
+def test_a_tree_that_cannot_be_had_keeps_none_away(upstream, tmp_path):
+    done = get(upstream, str(tmp_path / "trees"), "core_v0.13.1", "core_v0.14.0")
+    assert done.returncode == 1
+    assert f"could not fetch core_v0.13.1 from {upstream}" in done.stderr
+    assert [path.name for path in (tmp_path / "trees").iterdir()] == ["core_v0.14.0"]
+
+
 def test_who_lacks_a_tree_is_told_the_command(monkeypatch, tmp_path):
     monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
     monkeypatch.setattr("tests.conftest.ROOT", tmp_path)
