@@ -73,6 +73,13 @@ def take_older_flags(args: argparse.Namespace) -> None:
     args.checkpoint_activations = False
 
 
+def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
+    """Select the precision-aware optimizer for --reuse-fp32-param; reject flags that conflict with it."""
+    memory_flags.check_precision_aware_optimizer(args)
+    if args.reuse_fp32_param:
+        args.use_precision_aware_optimizer = True
+
+
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
     """Rename --rerun-mode report_stats to the value that the state machine knows."""
     if args.rerun_mode == "report_stats":
@@ -321,7 +328,7 @@ CHECKS = (  # they run in this order
         "and with CUDA its examples set them",
     ),
     Check(
-        memory_flags.check_precision_aware_optimizer,
+        check_precision_aware_optimizer,
         condition=fused_optimizer_present,
         why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer fails an assertion "
         "without the distributed optimizer, and loads rounded main weights from --ckpt-format torch",
