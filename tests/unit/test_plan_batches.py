@@ -16,7 +16,8 @@ from megatron_npu.planning.job import Job
 from megatron_npu.planning.rank import batches
 from megatron_npu.planning.ranks import Ranks
 
-TENSOR = SimpleNamespace(group_name="7")
+TENSOR: Any = SimpleNamespace(group_name="7")
+OUTSIDE: Any = dist.GroupMember.NON_GROUP_MEMBER
 LAYOUT = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
 
 
@@ -53,7 +54,7 @@ def test_a_rank_that_receives_nothing_keeps_what_it_has(here: Any, tmp_path: Pat
     at = torch.arange(3)
     with batches.exchanged(tmp_path):
         dist.broadcast(at, 0, group=TENSOR)
-        dist.broadcast(at, 0, group=dist.GroupMember.NON_GROUP_MEMBER)
+        dist.broadcast(at, 0, group=OUTSIDE)
     assert at.tolist() == [0, 1, 2]
 
 
