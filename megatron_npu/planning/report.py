@@ -174,8 +174,8 @@ class Plan:
             return "comm.: no communicator has a buffer"
         parts = " + ".join(f"{count} x 2 x {size_text(size)}" for size, count in sorted(sizes.items()))
         return (
-            f"comm.: HCCL's two buffers of each communicator, on rank {row.rank} {parts} (HCCL_BUFFSIZE sets "
-            "their size, 200 MiB if unset)"
+            f"comm.: HCCL's two buffers of each communicator, on rank {row.rank}: {parts} (HCCL_BUFFSIZE "
+            "sets their size, 200 MiB if unset)"
         )
 
     def _assumed(self) -> list[str]:

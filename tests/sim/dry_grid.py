@@ -162,16 +162,16 @@ def _forked(layout: Layout, command: list[str], path: Path, rank: int) -> tuple[
     os._exit(1)
 
 
-def commit() -> str:
+def commit(lists: tuple[tuple[str, ...], ...] = _PATHS) -> str:
     """Return the last commit of what a comparison depends on, with a plus sign if that has changed since."""
 
     def said(*words: str) -> str:
         git = ["git", "-C", str(CHECKOUTS.parent), *words]
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
-    found = [said("log", "-1", "--format=%ct %h", "--abbrev=8", "--", *paths) for paths in _PATHS]
+    found = [said("log", "-1", "--format=%ct %h", "--abbrev=8", "--", *paths) for paths in lists]
     newest = max(found, key=lambda line: int(line.split()[0])).split()[1]
-    return newest + "+" * any(said("status", "--porcelain", "--", *paths) for paths in _PATHS)
+    return newest + "+" * any(said("status", "--porcelain", "--", *paths) for paths in lists)
 
 
 def stamped(row: dict, of: str) -> dict:

@@ -98,7 +98,7 @@ def test_a_report_says_the_rank_that_does_not_fit() -> None:
     assert any("tensor_model_parallel_group" in line and "within a machine" in line for line in lines)
     assert not any("data_parallel_group" in line for line in lines)
     assert sum(line.endswith("  forward") for line in lines) == 2  # where the peak of each kind is
-    assert any("on rank 4 1 x 2 x 512.0 KiB (HCCL_BUFFSIZE" in line for line in lines)
+    assert any("on rank 4: 1 x 2 x 512.0 KiB (HCCL_BUFFSIZE" in line for line in lines)
     on_cuda = Plan(job(LAYOUT), "cuda", 6 * MIB, 8, rows).lines()
     assert any("NCCL's communicators (1 with traffic on rank 4; NCCL_BUFFSIZE" in line for line in on_cuda)
     told = json.loads(json.dumps(plan.to_json()))
