@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,31 +111,19 @@ class Plan:
 
     def _table(self, most: int) -> list[str]:
         """Return a line for each kind of rank, for the fullest ones if that is more than ``most`` lines."""
-        titles = [
-            "rank",
-            "stage",
-            "alike",
-            "weights",
-            "gradients",
-            "optimizer",
-            "activations",
-            "logits",
-            "peak",
-        ]
-        titles += ["reserved", "comm."]
+        titles = "stage alike weights gradients optimizer activations logits peak reserved comm.".split()
         shown = self.rows
         if len(shown) + 1 > most:
             kept = max(_FEWEST, most - 2)
             shown = sorted(sorted(shown, key=lambda row: -row.needed)[:kept], key=lambda row: row.rank)
-        lines = ["".join(f"{title:>12}" if at else f"{title:>6}" for at, title in enumerate(titles))]
-        lines[0] += "  place of the peak"
+        lines = [_line("rank", titles, "place of the peak")]
         for row in shown:
             found = row.found
             lasting = found["weights"] + found["gradients"] + found["optimizer"]
             cells = [row.stage, row.stands_for, *map(size_text, (found["weights"], found["gradients"]))]
             cells += map(size_text, (found["optimizer"], max(0, found["peak"] - lasting), found["logits"]))
             cells += map(size_text, (found["peak"], found["reserved"], row.buffers))
-            lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells) + f"  {found['place']}")
+            lines.append(_line(row.rank, cells, found["place"]))
         if len(self.rows) > len(shown):
             lines.append(
                 f"  and {len(self.rows) - len(shown)} kinds of ranks that need less (listed with --json FILE)"
@@ -269,6 +258,12 @@ class Plan:
                 for row in self.rows
             ],
         }
+
+
+def _line(rank: object, cells: Sequence[object], place: str) -> str:
+    """Return a line of the table; the first two cells are counts, the others sizes."""
+    text = "".join(f"{cell:>{12 if at > 1 else 7}}" for at, cell in enumerate(cells))
+    return f"{rank:>6}{text}  {place}"
 
 
 def size_text(count: int) -> str:
