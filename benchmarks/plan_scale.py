@@ -112,9 +112,7 @@ def shape(name: str, device: Ranks) -> dict[str, Any]:
         job = Job.of(devices, [*program, *words.split()])
     kinds = job.representatives()
     begin = time.monotonic()
-    reading = job.representatives(
-        by_batch=False
-    )  # a rank that receives its batch needs another one before it
+    reading = job.representatives(by_batch=False)
     found = device.run(job, dict.fromkeys((min(reading), max(reading))))
     kept = ("seconds", "processor", "resident", "peak", "reserved", "error", "code", "routing_most")
     rows = [{"rank": rank} | {key: row.get(key) for key in kept} for rank, row in found.items()]
