@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_npu.base.command_examples import end_of_help
 from megatron_npu.base.errors import UsageError, either
-from megatron_npu.base.flag_names import instead_of
+from megatron_npu.base.flag_names import instead_of, nearest
 
 
 class Unfit(argparse.ArgumentTypeError):
@@ -242,7 +241,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             first, known = flags[0].partition("=")[0], self._option_string_actions
-            near = difflib.get_close_matches(first, known, n=3)
+            near = nearest(first, known)
             meant = f"Did you mean {either(near)}? " if near else ""
             if instead := instead_of(first, known):
                 meant = f"Use {instead}. "

@@ -270,6 +270,16 @@ def test_a_stock_script_s_parser_answers_with_ours(capsys):
     ]
 
 
+def test_a_stock_script_s_parser_names_the_nearest_flag(capsys):
+    stock = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    stock.add_argument("--tensor-model-parallel-size")
+    parser = add_attention_flags(lambda parser: parser, stock)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parser.parse_args(["--tensor-model-paralel-size", "2"])
+    said = "megatron_npu: --tensor-model-paralel-size: did you mean --tensor-model-parallel-size?\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 class _Everything:
     """The flags of a command that has all flags."""
 

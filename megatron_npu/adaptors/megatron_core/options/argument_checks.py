@@ -27,7 +27,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
 )
 from megatron_npu.adaptors.megatron_core.layers import activation_offloading, tensor_parallel_overlap
 from megatron_npu.adaptors.megatron_core.optimizers import swapped_optimizer
-from megatron_npu.adaptors.megatron_core.options import optimizer_checks, unsupported_options
+from megatron_npu.adaptors.megatron_core.options import input_checks, optimizer_checks, unsupported_options
 from megatron_npu.adaptors.megatron_core.run import communicators
 from megatron_npu.adaptors.shared import decorators
 from megatron_npu.base import settings
@@ -255,6 +255,18 @@ CHECKS = (  # they run in this order
         "is built: the offloading optimizer is given views of them, which are not leaves (0.12 to 0.16, "
         "every device)",
         until=NOT_FIXED,
+    ),
+    Check(
+        input_checks.refuse_missing_files,
+        why="a missing vocabulary or dataset ends a script with a traceback, after the model is built",
+    ),
+    Check(
+        input_checks.refuse_uneven_heads,
+        why="a hidden size that the heads do not divide ends a script with an assertion without a message",
+    ),
+    Check(
+        input_checks.refuse_uneven_batches,
+        why="a global batch size that is no multiple of a step ends a script with an assertion's traceback",
     ),
     Check(
         refuse_linear_loss_alone,
