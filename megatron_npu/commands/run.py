@@ -100,13 +100,18 @@ def main(argv: list[str]) -> int:
 
 
 def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
-    """Return the error for a script that imports a part of Megatron-LM, or MindSpeed, that is not there."""
+    """Return the error for a script that imports torch, MindSpeed or a part of Megatron-LM without it."""
     name = error.name or ""
     if name.partition(".")[0] == "mindspeed":
         return UsageError(
             f"{script} imports {name}, which is not installed and is not used with megatron_npu",
             remedy="Remove this import from the script; nothing takes its place (see "
             "docs/how-to/switch-from-mindspeed.md).",
+        )
+    if name == "torch":
+        return UsageError(
+            f"{script} imports torch, which is not installed",
+            remedy="Install the build for your device (README, section Which torch).",
         )
     if name not in _OF_A_CHECKOUT:
         return None

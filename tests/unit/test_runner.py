@@ -213,6 +213,18 @@ def test_a_script_that_misses_what_only_a_checkout_has_is_told_in_one_line(
     assert told in done.stderr
 
 
+def test_a_python_without_torch_is_told_in_one_line(tmp_path: Path) -> None:
+    script = script_in(tmp_path, "alone.py", "import torch")
+    hidden = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    script_in(tmp_path, "hidden/torch/__init__.py", hidden)
+    done = _run_without_megatron(script, PYTHONPATH=f"{tmp_path / 'hidden'}:{ROOT}")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "alone.py imports torch, which is not installed. Install the build for your device (README, "
+        "section Which torch).\n"
+    )
+
+
 def test_an_absent_module_of_the_script_s_own_keeps_its_traceback(tmp_path: Path) -> None:
     done = _run_without_megatron(script_in(tmp_path, "alone.py", "import no_such_module"))
     assert done.returncode == 1
