@@ -270,14 +270,20 @@ def test_a_stock_script_s_parser_answers_with_ours(capsys):
     ]
 
 
-def test_a_stock_script_s_parser_names_the_nearest_flag(capsys):
+def test_a_stock_script_s_parser_names_the_nearest_flag(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     stock = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
     stock.add_argument("--tensor-model-parallel-size")
     parser = add_attention_flags(lambda parser: parser, stock)
     with pytest.raises(SystemExit, match=r"^2$"):
         parser.parse_args(["--tensor-model-paralel-size", "2"])
-    said = "megatron_npu: --tensor-model-paralel-size: did you mean --tensor-model-parallel-size?\n"
-    assert capsys.readouterr().err.endswith(said)
+    hint = "megatron_npu: --tensor-model-paralel-size: did you mean --tensor-model-parallel-size?"
+    assert capsys.readouterr().err.splitlines() == [
+        "usage: pretrain_gpt.py [FLAG ...]; --help lists all flags",
+        "pretrain_gpt.py: error: unrecognized arguments: --tensor-model-paralel-size 2",
+        hint,
+    ]
+    assert hint in (tmp_path / "error.json").read_text()  # torchrun's root cause
 
 
 class _Everything:

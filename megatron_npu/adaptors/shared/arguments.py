@@ -10,6 +10,7 @@ from megatron_npu.base.errors import either
 from megatron_npu.base.flag_names import instead_of, nearest
 from megatron_npu.options import attention_flags
 from megatron_npu.patching.registry import Recorder
+from megatron_npu.process import launcher_report
 
 WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attention"
 
@@ -28,13 +29,18 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
 
 
 def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the parser's message about an unknown flag name what replaces it here, or the nearest flags."""
+    """Let the parser's message about an unknown flag name what replaces it here, or the nearest flags.
+
+    The error is printed without the list of all flags, which has hundreds of lines, and torchrun repeats it.
+    """
     report = parser.error
 
     def error(message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
             message += _hint(flag, parser._option_string_actions)
+        parser.usage = "%(prog)s [FLAG ...]; --help lists all flags"
+        launcher_report.tell(f"{parser.prog}: error: {message}")
         report(message)
 
     parser.error = error  # type: ignore[method-assign]  # upstream creates the parser, so it has no class of ours
