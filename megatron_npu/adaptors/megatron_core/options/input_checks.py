@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -77,21 +78,25 @@ def refuse_uneven_batches(args: argparse.Namespace) -> None:
     micro, batch = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
     if not micro or not batch or _may_be_uneven(args):
         return
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    ranks = 1
-    for name in names:
-        ranks *= getattr(args, name, None) or 1
-    world = int(getattr(args, "world_size", None) or 1)
-    if world % ranks or micro < 0 or batch < 0:
+    copies = _data_parallel_size(args)
+    if not copies or micro < 0 or batch < 0:
         return  # upstream's own message says it
-    step = micro * (world // ranks)
+    step = micro * copies
     if batch % step:
         raise UsageError(
             f"--global-batch-size must be a multiple of --micro-batch-size {micro} times the data-parallel "
-            f"size {world // ranks}, which is {step}, but got {batch}",
+            f"size {copies}, which is {step}, but got {batch}",
             remedy=f"Pass --global-batch-size {-(-batch // step) * step}, or change --micro-batch-size or "
             "the number of processes.",
         )
+
+
+def _data_parallel_size(args: argparse.Namespace) -> int:
+    """Return the data-parallel size, or 0 if the layout does not fit the number of processes."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    ranks = math.prod(getattr(args, name, None) or 1 for name in names)
+    world = int(getattr(args, "world_size", None) or 1)
+    return 0 if world % ranks else world // ranks
 
 
 def _may_be_uneven(args: argparse.Namespace) -> bool:
