@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megatron_npu import adaptors
@@ -18,6 +19,7 @@ from megatron_npu.base import settings
 from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.import_hook import Finder, Run
 from megatron_npu.patching.module_patch import Context, DriftError
 from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
@@ -30,6 +32,7 @@ from megatron_npu.process import (
     torchrun,
     visible_devices,
 )
+from megatron_npu.safe_files import rendezvous_state
 from megatron_npu.upstream import early_import, megatrons, stock_tools
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ def engine() -> Engine:
 def install() -> None:
     """Install the engine's import hook, and patch the modules that were already imported."""
     if not engine().armed:
+        _guard_rendezvous()
         _undoing.callback(engine().disarm)
         engine().arm()
         _undoing.callback(early_import.disarm)
@@ -183,6 +187,23 @@ def _guard_files(name: str) -> None:
     elif name == "megatron_core":  # the other has no checkpoints of this kind
         _undoing.callback(torch_readers.release)
         torch_readers.guard()
+
+
+def _guard_rendezvous() -> None:
+    """Prevent torchrun from executing code in the store of a run, also before it has imported the reader."""
+
+    def guard(run: Run, module: ModuleType) -> None:
+        run(module)
+        _undoing.callback(one_line_end.arm(UsageError, module.RendezvousStateError).disarm)
+        rendezvous_state.guard(module)
+
+    finder = Finder(rendezvous_state.MODULE.__eq__, guard)
+    _undoing.callback(rendezvous_state.release)
+    _undoing.callback(finder.unhook)
+    _undoing.callback(lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+    sys.meta_path.insert(0, finder)
+    if rendezvous_state.MODULE in sys.modules:
+        guard(lambda module: None, sys.modules[rendezvous_state.MODULE])
 
 
 @contextlib.contextmanager

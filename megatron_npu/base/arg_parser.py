@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_npu.base import digits
 from megatron_npu.base.command_examples import end_of_help
 from megatron_npu.base.errors import UsageError, either
 from megatron_npu.base.flag_names import instead_of
@@ -87,11 +88,11 @@ def byte_size(text: str) -> int:
         Unfit: the string is not a positive number of bytes.
     """
     amount = text.upper().removesuffix("B")
-    digits = amount.rstrip("KMG")
-    unit = amount[len(digits) :]
-    if unit not in _BYTES_OF or not digits.isdecimal() or not int(digits):
+    count = amount.rstrip("KMG")
+    unit, number = amount[len(count) :], digits.number(count)
+    if unit not in _BYTES_OF or not number:
         raise Unfit(text, "a positive number of bytes, optionally with the suffix K, M or G")
-    return int(digits) * _BYTES_OF[unit]
+    return number * _BYTES_OF[unit]
 
 
 class _Help(argparse.HelpFormatter):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_npu import devices
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 
 FLAG = "--hccl-group-buffer-adaptive"
@@ -88,8 +89,7 @@ def asked() -> bool:
 
 def default() -> int:
     """Return the default size of one buffer in MiB."""
-    usual = os.environ.get("HCCL_BUFFSIZE", "")
-    return int(usual) if usual.isdecimal() and int(usual) > 0 else DEFAULT
+    return digits.number(os.environ.get("HCCL_BUFFSIZE", "")) or DEFAULT
 
 
 def size_of_group(name: str) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_npu.base import files, settings
+from megatron_npu.base import digits, files, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons, stock_tools
 
@@ -84,8 +84,8 @@ class Job:
             text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
             if word.startswith(f"{flag}="):
                 text = word.partition("=")[2]
-            if text is not None and text.isdecimal():
-                value = int(text)
+            number = None if text is None else digits.number(text)
+            value = value if number is None else number
         return value
 
     def has(self, flag: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import digits, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
@@ -109,10 +109,10 @@ def require_known_format(description: Path, values: object) -> None:
     if not isinstance(values, Mapping):
         raise TypeError("it does not describe a run")
     saved = values.get(FORMAT, VERSION)
-    first, _, second = str(saved).partition(".")
-    if not (first.isdecimal() and second.isdecimal()):
+    first, second = (digits.number(part) for part in str(saved).partition(".")[::2])
+    if first is None or second is None:
         raise ValueError(f"its {FORMAT} is {saved!r}, which is not a version")
-    if int(first) > int(VERSION.partition(".")[0]):
+    if first > int(VERSION.partition(".")[0]):
         raise UsageError(
             f"{description} has format {saved}, but this version of megatron_npu reads only format "
             f"{VERSION.partition('.')[0]}.x",
