@@ -82,7 +82,7 @@ def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
 def _read(path: Path) -> CheckpointInfo:
     description = path / checkpoint_files.DESCRIPTION
     try:
-        values = json.loads(description.read_text(encoding="utf-8"))
+        values = json.loads(files.text(description))
         require_known_format(description, values)
         found = CheckpointInfo(path=path, **_fields(values))
         _require_sound(found)

@@ -48,7 +48,7 @@ def missing(path: Path) -> list[str]:
 def is_of_fsdp(path: Path) -> bool:
     """Return True if the trainer saved the checkpoint with Megatron's FSDP: it has only torch's files."""
     try:
-        values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        values = json.loads(files.text(path / DESCRIPTION))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.get("optimizer_sharding") == OF_FSDP

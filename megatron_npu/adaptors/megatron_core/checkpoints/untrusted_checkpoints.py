@@ -18,6 +18,7 @@ from zipfile import BadZipFile
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.safe_files import safe_load, torch_readers
 
@@ -192,7 +193,7 @@ def _require_described(root: Path, step: int | None) -> None:
         )
     description = place / "metadata.json"
     try:
-        content = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        content = json.loads(files.text(description)) if description.is_file() else {}
         if not isinstance(content, dict):
             raise ValueError(f"it contains a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:
