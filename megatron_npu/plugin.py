@@ -30,6 +30,7 @@ from megatron_npu.process import (
     spawned_processes,
     stacks,
     torchrun,
+    vector_probe,
     visible_devices,
 )
 from megatron_npu.safe_files import rendezvous_state
@@ -64,7 +65,7 @@ def engine() -> Engine:
 def install() -> None:
     """Install the engine's import hook, and patch the modules that were already imported."""
     if not engine().armed:
-        _guard_rendezvous()
+        _guard_torch()
         _undoing.callback(engine().disarm)
         engine().arm()
         _undoing.callback(early_import.disarm)
@@ -189,21 +190,31 @@ def _guard_files(name: str) -> None:
         torch_readers.guard()
 
 
-def _guard_rendezvous() -> None:
-    """Prevent torchrun from executing code in the store of a run, also before it has imported the reader."""
+def _guard_torch() -> None:
+    """Prevent torch from executing code in a run's store or in the working directory.
 
-    def guard(run: Run, module: ModuleType) -> None:
+    The modules are guarded when they are imported: torchrun imports one of them before ranks exist.
+    """
+    guards = {rendezvous_state.MODULE: _guard_rendezvous, vector_probe.MODULE: vector_probe.guard}
+
+    def execute(run: Run, module: ModuleType) -> None:
         run(module)
-        _undoing.callback(one_line_end.arm(UsageError, module.RendezvousStateError).disarm)
-        rendezvous_state.guard(module)
+        guards[module.__name__](module)
 
-    finder = Finder(rendezvous_state.MODULE.__eq__, guard)
+    finder = Finder(guards.__contains__, execute)
     _undoing.callback(rendezvous_state.release)
+    _undoing.callback(vector_probe.release)
     _undoing.callback(finder.unhook)
     _undoing.callback(lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
     sys.meta_path.insert(0, finder)
-    if rendezvous_state.MODULE in sys.modules:
-        guard(lambda module: None, sys.modules[rendezvous_state.MODULE])
+    for name in guards.keys() & sys.modules.keys():
+        guards[name](sys.modules[name])
+
+
+def _guard_rendezvous(module: ModuleType) -> None:
+    """Read the state of a rendezvous as data; an error ends torchrun with one line."""
+    _undoing.callback(one_line_end.arm(UsageError, module.RendezvousStateError).disarm)
+    rendezvous_state.guard(module)
 
 
 @contextlib.contextmanager
