@@ -145,6 +145,9 @@ def _require_sound(found: CheckpointInfo) -> None:
             raise ValueError(f"its {name} must be a non-negative integer, but is {value!r}")
     if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
         raise ValueError("its arguments do not describe a model")
+    for name, value in found.arguments.items():
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"its {name} contains a null byte")
 
 
 def describe(path: Path, found: CheckpointInfo) -> None:
