@@ -205,7 +205,11 @@ def _guard_torch() -> None:
     _undoing.callback(rendezvous_state.release)
     _undoing.callback(vector_probe.release)
     _undoing.callback(finder.unhook)
-    _undoing.callback(lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+
+    def leave() -> None:
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
+
+    _undoing.callback(leave)
     sys.meta_path.insert(0, finder)
     for name in guards.keys() & sys.modules.keys():
         guards[name](sys.modules[name])
