@@ -108,7 +108,7 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Return True if no process holds a regular file; another user's pipe would be waited for."""
+    """Return True if this is a regular file that no process has locked; pipes are not opened."""
     try:
         descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -176,7 +176,7 @@ def others(path: str | Path) -> str:
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return True if a mode lets others write than the owner, root, root's group and the private group."""
+    """Return True if a mode lets anyone write but the owner, root, root's group and the private group."""
     group = status.st_mode & stat.S_IWGRP and status.st_gid != _ROOT and not _is_private(status.st_gid)
     return bool(status.st_mode & stat.S_IWOTH or group)
 

@@ -44,8 +44,8 @@ def test_links_of_the_site_stay_in_it(pages):
 
 
 def test_style_sheets_that_the_site_names_are_in_it(pages):
-    named = re.findall(r"^extra_css:\n((?:  - \S+\n)+)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
-    sheets = re.findall(r"- (\S+)", "".join(named))
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    sheets = re.findall(r"- (\S+)", "".join(re.findall(r"^extra_css:\n((?:  - \S+\n)+)", settings, re.M)))
     assert sheets
     assert [sheet for sheet in sheets if not (pages / sheet).is_file()] == []
 

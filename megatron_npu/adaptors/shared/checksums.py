@@ -42,7 +42,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the checksum and saving flags that all trees have in common."""
+    """Add the checksum and saving flags that all checkouts have in common."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
