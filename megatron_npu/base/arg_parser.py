@@ -110,6 +110,8 @@ class _Help(argparse.HelpFormatter):
 
 def metavar_of(action: argparse.Action) -> str:
     """Return the placeholder of a flag's value in ``--help`` if the flag does not define one."""
+    if action.type in (byte_size, byte_size_or_0):
+        return "BYTES"
     return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
@@ -123,12 +125,18 @@ def default_of(action: argparse.Action) -> str:
     return f"{default:g}" if isinstance(default, float) and abs(default) < 1e6 else str(default)
 
 
+def _sentence(prog: str, description: str) -> str:
+    """Return a description, which may be a module's docstring, without the command's name before it."""
+    text = description.replace("``", "").removeprefix(f"{prog}: ")
+    return text[:1].upper() + text[1:]
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises ``UsageError`` instead of exiting, and suggests the flags nearest to unknown ones.
 
     Args:
         prog: the command as typed by the user.
-        description: what the command does; double backquotes are removed.
+        description: what the command does; double backquotes, and the command before a colon, are removed.
         hint: a sentence appended to each error.
         options: passed to ``argparse.ArgumentParser``.
     """
@@ -136,7 +144,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
         self._hint = hint
         defaults: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False}
-        super().__init__(prog, description=(description or "").replace("``", ""), **(defaults | options))
+        super().__init__(prog, description=_sentence(prog, description or ""), **(defaults | options))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, remedy=self._remedy())

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--memory",
         type=byte_size,
         default=64 << 30,
-        help="memory of each device, in bytes or with a suffix K, M or G",
+        help="memory of each device, optionally with a suffix K, M or G (default: 64G)",
     )
     result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="type of the devices")
     result.add_argument(

@@ -95,7 +95,7 @@ def test_a_value_that_is_unfit_is_told_beside_a_misspelt_flag(parser):
 
 def test_help_says_defaults_once_and_short_metavars(parser):
     text = " ".join(parser.format_help().split())
-    assert "try: a command." in text
+    assert "Try: a command." in text
     assert "--layers N how many (default: 12)" in text
     assert "--steps N how often (default: as often as it takes)" in text
     names = "--rate, --speed X" if sys.version_info >= (3, 13) else "--rate X, --speed X"
