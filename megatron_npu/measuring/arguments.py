@@ -15,8 +15,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     result = Parser(
         "megatron-npu bench",
-        description="Measure the throughput and memory use of each acceleration on this machine, as in the four "
-        "tables of the PAI-Rapidformer document.",
+        description=(
+            "Measure the throughput and memory use of each acceleration on this machine, as in four tables "
+            "of the PAI-Rapidformer document."
+        ),
     )
     add = result.add_argument
     add("--suite", required=True, choices=list(SUITES), help="benchmark suite to run")

@@ -217,8 +217,8 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
         "--min-offloaded-tensor-size",
         type=int,
         default=SMALLEST_OFFLOADED,
-        metavar="NUMBERS",
-        help="keep tensors with fewer elements on the device",
+        metavar="N",
+        help="keep tensors with fewer than N elements on the device",
     )
 
 
