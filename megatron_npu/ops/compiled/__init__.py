@@ -125,7 +125,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
     """Write the gradient of the scores to ``rounded``, in bf16.
 
     Args:
-        grad: gradient of the ``rounded`` that ``softmax`` wrote, ``[..., m]``, fp32, for which ``usable`` is True.
+        grad: gradient of ``softmax``'s ``rounded``, ``[..., m]``, fp32, for which ``usable`` is True.
         weights: as ``softmax`` wrote them.
         rounded: of the same shape, bf16, for which ``usable`` is True.
         kept: as in ``softmax``.
