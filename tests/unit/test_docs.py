@@ -110,8 +110,8 @@ def test_the_page_lists_every_patch(name, page):
 @pytest.mark.parametrize(
     "script",
     (
-        "addresses bench_page benchmark_tables command_flags convergence_page equal_numbers_page gpu_page house_page "
-        "known_bugs machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels "
+        "addresses bench_page benchmark_tables command_flags convergence_page equal_numbers_page gpu_page "
+        "house_page known_bugs machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels "
         "stock_flags switch_table"
     ).split(),
 )
