@@ -112,7 +112,8 @@ def shape(name: str, device: Ranks) -> dict[str, Any]:
         job = Job.of(devices, [*program, *words.split()])
     kinds = job.representatives()
     begin = time.monotonic()
-    found = device.run(job, dict.fromkeys((min(kinds), max(kinds))))
+    reading = job.representatives(by_batch=False)
+    found = device.run(job, dict.fromkeys((min(reading), max(reading))))
     kept = ("seconds", "processor", "resident", "peak", "reserved", "error", "code", "routing_most")
     rows = [{"rank": rank} | {key: row.get(key) for key in kept} for rank, row in found.items()]
     failed = next((row for row in found.values() if row.get("error") or row.get("code")), None)

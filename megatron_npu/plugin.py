@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megatron_npu import adaptors
@@ -18,6 +19,7 @@ from megatron_npu.base import settings
 from megatron_npu.base.errors import LoaderWorkerError, UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
+from megatron_npu.patching.import_hook import Finder, Run
 from megatron_npu.patching.module_patch import Context, DriftError
 from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
@@ -28,8 +30,10 @@ from megatron_npu.process import (
     spawned_processes,
     stacks,
     torchrun,
+    vector_probe,
     visible_devices,
 )
+from megatron_npu.safe_files import rendezvous_state
 from megatron_npu.upstream import early_import, megatrons, stock_tools
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ def engine() -> Engine:
 def install() -> None:
     """Install the engine's import hook, and patch the modules that were already imported."""
     if not engine().armed:
+        _guard_torch()
         _undoing.callback(engine().disarm)
         engine().arm()
         _undoing.callback(early_import.disarm)
@@ -183,6 +188,37 @@ def _guard_files(name: str) -> None:
     elif name == "megatron_core":  # the other has no checkpoints of this kind
         _undoing.callback(torch_readers.release)
         torch_readers.guard()
+
+
+def _guard_torch() -> None:
+    """Prevent torch from executing code in a run's store or in the working directory.
+
+    The modules are guarded when they are imported: torchrun imports one of them before ranks exist.
+    """
+    guards = {rendezvous_state.MODULE: _guard_rendezvous, vector_probe.MODULE: vector_probe.guard}
+
+    def execute(run: Run, module: ModuleType) -> None:
+        run(module)
+        guards[module.__name__](module)
+
+    finder = Finder(guards.__contains__, execute)
+    _undoing.callback(rendezvous_state.release)
+    _undoing.callback(vector_probe.release)
+    _undoing.callback(finder.unhook)
+
+    def leave() -> None:
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
+
+    _undoing.callback(leave)
+    sys.meta_path.insert(0, finder)
+    for name in guards.keys() & sys.modules.keys():
+        guards[name](sys.modules[name])
+
+
+def _guard_rendezvous(module: ModuleType) -> None:
+    """Read the state of a rendezvous as data; an error ends torchrun with one line."""
+    _undoing.callback(one_line_end.arm(UsageError, module.RendezvousStateError).disarm)
+    rendezvous_state.guard(module)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,16 @@ TAIL = """## Found by these trials
 - The first version of the limited wait mistook a child process of torch_npu for a rank, so that torchrun on
   the first machine of a simulated NPU run did not report the machine that did not come.
 
+Slurm 22.05.8 (one node, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` with
+`sbatch --nodes=1 --ntasks-per-node=2` and small sizes appended to the commands, on CPUs: the check of the
+machines passed, and the run had tensor parallel size 2 and trained and saved six iterations.
+`torchrun.sbatch` (0.16.1, sizes likewise) failed: upstream's GPT2BPETokenizer requests files of Hugging Face,
+which the host cannot reach, and each restart was refused with the message about
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE, although the file exports it (not explained yet). OpenMPI 4.1.4
+(`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size 2: the four printed losses
+equal those of torchrun with two ranks. The new trials of this date at commit b652238f ran with the changes
+of commit f83d8f7b to the campaign.
+
 Runs that keep their checkpoints in object storage (`tests/campaign/object_storage.py`, moto's S3, 0.16.1,
 2026-11-27, commit cc563652) behaved as expected: the losses are those of a run that saves to a disk, each
 complete checkpoint contains `_SUCCESS`, and after a kill during the second save the next run resumes from the

@@ -91,14 +91,15 @@ def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
     for group in parser()._action_groups:
-        rows = [_row(action) for action in group._group_actions if action.dest != "help"]
+        rows = [flag_row(action) for action in group._group_actions if action.dest != "help"]
         if rows:
             parts.append(f"## {str(group.title).capitalize()}\n")
             parts.append("\n".join(["| flag | default | meaning |", "|---|---|---|", *rows]) + "\n")
     return "\n".join([*parts, *_exceptions()])
 
 
-def _row(action: argparse.Action) -> str:
+def flag_row(action: argparse.Action) -> str:
+    """Return a flag's row of a table: its spellings, its default, its help text."""
     value = _value(action)
     flags = ", ".join(f"`{flag}{value}`" for flag in action.option_strings)
     meaning, _, told = (action.help or "").partition(" (default: ")

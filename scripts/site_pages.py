@@ -78,7 +78,7 @@ def stage(folder: Path, root: Path = ROOT) -> int:
     """Write every page and picture of the site to a folder, and return the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     waiting = [*sorted((root / "docs").rglob("*.md")), *(root / name for name in BESIDE)]
-    pictures = {path for path in (root / "docs").rglob("*") if path.suffix in (".png", ".svg")}
+    pictures = {path for path in (root / "docs").rglob("*") if path.suffix in (".png", ".svg", ".css")}
     done: set[Path] = set()
     while waiting:
         page = waiting.pop()

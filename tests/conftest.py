@@ -140,13 +140,12 @@ _MANY = 200  # further ones: Megatron and transformers, which tests import, are 
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Leave out what the tests of a file have imported, too: a tenth of a second of each full collection.
+    """Leave out what tests have imported, too: a tenth of a second of each full collection.
 
     A conversion asks for four, a run of the driver for two.
     """
     done = yield
-    last = nextitem is None or nextitem.path != item.path
-    if last and len(sys.modules) - _left_out["modules"] > _MANY:
+    if len(sys.modules) - _left_out["modules"] > _MANY:
         gc.collect()
         gc.freeze()
         _left_out["modules"] = len(sys.modules)

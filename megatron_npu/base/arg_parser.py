@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_npu.base import digits
 from megatron_npu.base.command_examples import end_of_help
 from megatron_npu.base.errors import UsageError, either
-from megatron_npu.base.flag_names import instead_of
+from megatron_npu.base.flag_names import instead_of, nearest
 
 
 class Unfit(argparse.ArgumentTypeError):
@@ -87,11 +87,11 @@ def byte_size(text: str) -> int:
         Unfit: the string is not a positive number of bytes.
     """
     amount = text.upper().removesuffix("B")
-    digits = amount.rstrip("KMG")
-    unit = amount[len(digits) :]
-    if unit not in _BYTES_OF or not digits.isdecimal() or not int(digits):
+    count = amount.rstrip("KMG")
+    unit, number = amount[len(count) :], digits.number(count)
+    if unit not in _BYTES_OF or not number:
         raise Unfit(text, "a positive number of bytes, optionally with the suffix K, M or G")
-    return int(digits) * _BYTES_OF[unit]
+    return number * _BYTES_OF[unit]
 
 
 class _Help(argparse.HelpFormatter):
@@ -110,6 +110,8 @@ class _Help(argparse.HelpFormatter):
 
 def metavar_of(action: argparse.Action) -> str:
     """Return the placeholder of a flag's value in ``--help`` if the flag does not define one."""
+    if action.type in (byte_size, byte_size_or_0):
+        return "BYTES"
     return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
@@ -123,12 +125,18 @@ def default_of(action: argparse.Action) -> str:
     return f"{default:g}" if isinstance(default, float) and abs(default) < 1e6 else str(default)
 
 
+def _sentence(prog: str, description: str) -> str:
+    """Return a description, which may be a module's docstring, without the command's name before it."""
+    text = description.replace("``", "").removeprefix(f"{prog}: ")
+    return text[:1].upper() + text[1:]
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises ``UsageError`` instead of exiting, and suggests the flags nearest to unknown ones.
 
     Args:
         prog: the command as typed by the user.
-        description: what the command does; double backquotes are removed.
+        description: what the command does; double backquotes, and the command before a colon, are removed.
         hint: a sentence appended to each error.
         options: passed to ``argparse.ArgumentParser``.
     """
@@ -136,7 +144,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None = None, hint: str = "", **options: Any) -> None:
         self._hint = hint
         defaults: dict[str, Any] = {"formatter_class": _Help, "allow_abbrev": False, "exit_on_error": False}
-        super().__init__(prog, description=(description or "").replace("``", ""), **(defaults | options))
+        super().__init__(prog, description=_sentence(prog, description or ""), **(defaults | options))
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, remedy=self._remedy())
@@ -242,7 +250,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             first, known = flags[0].partition("=")[0], self._option_string_actions
-            near = difflib.get_close_matches(first, known, n=3)
+            near = nearest(first, known)
             meant = f"Did you mean {either(near)}? " if near else ""
             if instead := instead_of(first, known):
                 meant = f"Use {instead}. "

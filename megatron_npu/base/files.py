@@ -108,7 +108,7 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Return True if no process holds a regular file; another user's pipe would be waited for."""
+    """Return True if this is a regular file that no process has locked; pipes are not opened."""
     try:
         descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -141,13 +141,24 @@ def own_opener(path: str, flags: int) -> int:
     In a folder that several users can write to, such a link could make this user overwrite their own files.
 
     Raises:
-        PermissionError: the file is a link that another user created.
+        PermissionError: the file is a link or a pipe that another user created.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            _require_no_pipe_of_others(os.stat(path), path)
+            return os.open(path, flags, 0o666)
         if error.errno != errno.ELOOP:
             raise
+    else:
+        try:
+            _require_no_pipe_of_others(os.fstat(descriptor), path)
+            os.set_blocking(descriptor, True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
         if os.fstat(link).st_uid not in (os.geteuid(), _ROOT):
@@ -156,6 +167,32 @@ def own_opener(path: str, flags: int) -> int:
     finally:
         os.close(link)
     return os.open(os.path.join(os.path.dirname(path), target), flags, 0o666)
+
+
+def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
+    if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (os.geteuid(), _ROOT):
+        raise PermissionError(errno.EACCES, "it is a pipe created by another user", path)
+
+
+def regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; use it for files in folders that may be from another user.
+
+    Opening a pipe would wait for its writer, which may never come.
+
+    Raises:
+        OSError: the file does not exist, or is not a regular file.
+    """
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return stream
+
+
+def text(path: str | Path) -> str:
+    """Return the content of a regular file in UTF-8; see ``regular``."""
+    with regular(path) as stream:
+        return stream.read().decode("utf-8")
 
 
 def others(path: str | Path) -> str:
@@ -176,7 +213,7 @@ def others(path: str | Path) -> str:
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return True if a mode lets others write than the owner, root, root's group and the private group."""
+    """Return True if a mode lets anyone write but the owner, root, root's group and the private group."""
     group = status.st_mode & stat.S_IWGRP and status.st_gid != _ROOT and not _is_private(status.st_gid)
     return bool(status.st_mode & stat.S_IWOTH or group)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 
@@ -24,6 +25,7 @@ _ALWAYS_ON = (
     Instead(_WINDOW, "no flag for this, because fused operations are always on"),
     Instead("--fused-ops", "--fused-ops, which replaces all operations that have a fused implementation"),
 )
+_OFFLOADED = (Instead(_WINDOW, "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"),)
 
 _INSTEAD: dict[str, tuple[Instead, ...]] = {
     "--window-size": (Instead(_WINDOW, "--pre-tockens LEFT --next-tockens RIGHT"),),
@@ -50,6 +52,16 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
     "--moe-zero-memory": (Instead(_WINDOW, "--recompute-modules moe_act"),),
     "--moe-tp-extend-ep": (Instead(_WINDOW, "--expert-tensor-parallel-size 1"),),
     "--npu-deterministic": (Instead(_WINDOW, "--deterministic-mode"),),
+    "--use-cp-send-recv-overlap": (
+        Instead(_WINDOW, "no flag for this, because --cp-comm-type p2p, the default, has no such switch"),
+    ),
+    "--swap-attention": _OFFLOADED,
+    "--swap-modules": _OFFLOADED,
+    "--disable-gloo-group": (Instead(_WINDOW, "--disable-gloo-process-groups"),),
+    "--hccl-group-buffer": (
+        Instead(_WINDOW, "--nccl-communicator-config-path FILE, with hccl_buffer_size for each group"),
+    ),
+    "--noop-layers": (Instead(_WINDOW, "--pipeline-model-parallel-layout"),),
 }
 
 
@@ -67,6 +79,11 @@ def instead_of(flag: str, known: Container[str]) -> str | None:
         if one.where in known and all(name in known for name in re.findall(r"--[a-z][\w-]*", one.text)):
             return one.text
     return None
+
+
+def nearest(flag: str, known: Collection[str]) -> list[str]:
+    """Return up to three known flags that are spelt like ``flag``, the nearest first."""
+    return difflib.get_close_matches(flag, known, n=3)
 
 
 def flags_of_others() -> list[str]:

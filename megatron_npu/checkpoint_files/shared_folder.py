@@ -163,7 +163,7 @@ def _gathered(own: Any) -> list[tuple[Any, str]]:
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Name the machines that have a rank for whose value ``of`` is True, each with its first such rank."""
+    """Return the names of the machines that have a rank with a value for which ``of`` is True."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

@@ -347,7 +347,7 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Handle SIGTERM in a command that then cleans up. Ranks started by a launcher keep the default."""
+    """Let a command clean up after SIGTERM; ranks started by a launcher keep the default action."""
     if command in _HEAR_TERMINATION and "TORCHELASTIC_RUN_ID" not in os.environ:
         return interruption.termination_heard()
     return contextlib.nullcontext()

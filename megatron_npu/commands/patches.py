@@ -48,7 +48,7 @@ def patches(argv: list[str]) -> int:
     Raises:
         UsageError: the action is unknown, or the action itself raises it.
     """
-    parser = Parser("megatron-npu patches", description=(patches.__doc__ or "").partition("\n")[0])
+    parser = Parser("megatron-npu patches", description="List, check or pin the patches of Megatron.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (_, text) in _ACTIONS.items():
         actions.add_parser(name, help=text, add_help=False)

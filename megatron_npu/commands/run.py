@@ -26,6 +26,27 @@ _DESCRIPTION = (
     "contains SCRIPT, else on the\nPython path."
 )
 
+# what stock scripts import that no package on an index contains, only a checkout
+_OF_A_CHECKOUT = frozenset(
+    (
+        "gpt_builders",
+        "hybrid_builders",
+        "mamba_builders",
+        "megatron",
+        "megatron.arguments",
+        "megatron.global_vars",
+        "megatron.initialize",
+        "megatron.inference",
+        "megatron.legacy",
+        "megatron.model",
+        "megatron.post_training",
+        "megatron.tokenizer",
+        "megatron.training",
+        "model_provider",
+        "pretrain_gpt",
+    )
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser; its flags precede the script, which has its own flags."""
@@ -55,6 +76,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     script = _script(options.command)
     stock_tools.refuse(script, options.command[1:])
+    if settings.MEGATRON_PATH.get():
+        megatrons.find(*megatrons.named(None))
     if options.cpu_devices:
         os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
     visible_devices.name_for_ascend()
@@ -66,8 +89,39 @@ def main(argv: list[str]) -> int:
     if not settings.MEGATRON_PATH.get():
         _require_own_tree(script, stock_tools.tree_of(script) or script.parent)
     sys.argv = options.command
-    runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python does from 3.9 on
+    try:
+        runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python from 3.9 on
+    except ModuleNotFoundError as error:
+        absent = _absent(error, script)
+        if absent is None:
+            raise
+        raise absent from error
     return 0
+
+
+def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
+    """Return the error for a script that imports torch, MindSpeed or a part of Megatron-LM without it."""
+    name = error.name or ""
+    if name.partition(".")[0] == "mindspeed":
+        return UsageError(
+            f"{script} imports {name}, which is not installed and is not used with megatron_npu",
+            remedy="Remove this import from the script; nothing takes its place (see "
+            "docs/how-to/switch-from-mindspeed.md).",
+        )
+    if name == "torch":
+        return UsageError(
+            f"{script} imports torch, which is not installed",
+            remedy="Install the build for your device (README, section Which torch).",
+        )
+    if name not in _OF_A_CHECKOUT:
+        return None
+    where = settings.MEGATRON_PATH.get()
+    return UsageError(
+        f"{script} imports {name}, which is in a Megatron-LM checkout, not in the package megatron-core; "
+        f"{where or script.parent} does not contain it",
+        remedy=f"Clone https://github.com/NVIDIA/Megatron-LM at the script's version, and set "
+        f"{settings.MEGATRON_PATH.name} to that folder.",
+    )
 
 
 def search_for(script: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
 NAME = "config.json"
@@ -200,7 +201,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(files.text(path))
     except RecursionError as error:
         raise UsageError(
             f"{path} is not a valid JSON object: its brackets are nested too deeply. Get a fresh copy."

@@ -151,7 +151,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(files.text(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{index} is not a valid JSON index of weight files: {error}. Get a fresh copy."

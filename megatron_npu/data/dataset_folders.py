@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
 _LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``state.json``
@@ -95,7 +96,7 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
 def _content(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; empty for invalid files, which ``datasets`` rejects itself."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(files.text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -20,6 +20,7 @@ __all__ = [
     "NpuDevice",
     "board_folder",
     "current",
+    "every",
     "present",
     "select",
 ]
@@ -28,13 +29,13 @@ _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": 
 
 
 def select(name: str) -> Device:
-    """Return the device called ``name``; ``auto`` selects the first available device among npu, cuda and cpu.
+    """Return the device called ``name``; ``auto`` selects the first available device of ``every``.
 
     Raises:
         UsageError: the named device is not available.
     """
     if name == "auto":
-        return next(device for device in (kind() for kind in _KINDS.values()) if device.absence() is None)
+        return next(device for device in every() if device.absence() is None)
     device = _KINDS[name]()
     reason = device.absence()
     if reason is not None:
@@ -45,9 +46,14 @@ def select(name: str) -> Device:
     return device
 
 
+def every() -> list[Device]:
+    """Return one object of each device type, available or not, in the order in which ``auto`` tries them."""
+    return [kind() for kind in _KINDS.values()]
+
+
 def present() -> list[str]:
     """Return the names of the available devices, in the order in which ``auto`` tries them."""
-    return [name for name, kind in _KINDS.items() if kind().absence() is None]
+    return [device.name for device in every() if device.absence() is None]
 
 
 @cache

@@ -84,7 +84,7 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
             f"apex {versions['apex']} is another package of that name on PyPI, not NVIDIA's (0.1, from "
             "github.com/NVIDIA/apex): pip uninstall apex."
         )
-    if versions.get("transformer-engine") and devices.get("selected") in ("npu", "cpu"):
+    if versions.get("transformer-engine") and devices.get("selected", "cuda") != "cuda":
         found.append(
             "transformer-engine is installed and imported by megatron-core, but it requires "
             "CUDA, which this run does not use: pip uninstall transformer-engine, or use "

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import __version__, devices, watchdog
-from megatron_npu.base import files
+from megatron_npu.base import digits, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import shared_folder
 from megatron_npu.doctor import collectives
@@ -149,11 +149,10 @@ def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
                 f"{name} must be auto, or port ranges such as 61000-61050,62000-62010, but is {text}"
             )
     base = os.environ.get("HCCL_IF_BASE_PORT", str(_BASE_PORT))
-    if not base.isdecimal() or not 1024 <= int(base) <= 65536 - _PORTS:
+    first = digits.number(base)
+    if first is None or not 1024 <= first <= 65536 - _PORTS:
         return [*faults, f"HCCL_IF_BASE_PORT must be a port from 1024 to {65536 - _PORTS}, but is {base}"]
-    taken = [
-        port for port in range(int(base), int(base) + _PORTS) if uses_hccl and not _is_free(address, port)
-    ]
+    taken = [port for port in range(first, first + _PORTS) if uses_hccl and not _is_free(address, port)]
     if taken:
         faults.append(
             f"HCCL's ports {', '.join(map(str, taken))} are already in use (HCCL_IF_BASE_PORT is {base})"

@@ -23,9 +23,10 @@ def device_list() -> dict[str, Any]:
     """Return the number of devices of each kind, or the reason why there are none, and the selected devices.
 
     ``each`` lists the devices of the selected kind with ``device``, ``model``, ``free_mib`` and
-    ``total_mib``; the last two are present only if torch reports them.
+    ``total_mib``; the last two are present only if the device's module in torch reports them. The model of a
+    device whose module has no ``get_device_name`` is the name of its kind.
     """
-    kinds = (devices.NpuDevice(), devices.CudaDevice(), devices.CpuDevice())
+    kinds = devices.every()
     reasons = {device.name: device.absence() for device in kinds}
     result: dict[str, Any] = {
         device.name: reasons[device.name] or f"{device.count()} with {device.backend}" for device in kinds
@@ -42,16 +43,17 @@ def device_list() -> dict[str, Any]:
 
 
 def _each(device: Device) -> list[dict[str, Any]]:
-    if device.name == "cpu":
+    if device.is_host:
         memory = psutil.virtual_memory()
-        return [_row("cpu", _cpu_model(), memory.available, memory.total)]
+        return [_row(device.name, _cpu_model(), memory.available, memory.total)]
     module = torch.get_device_module(device.name)
     rows = []
     for index in range(device.count()):
-        name, model = f"{device.name}:{index}", module.get_device_name(index)
+        name = f"{device.name}:{index}"
+        model = module.get_device_name(index) if hasattr(module, "get_device_name") else device.name
         if hasattr(module, "mem_get_info"):
             rows.append(_row(name, model, *module.mem_get_info(index)))
-        else:  # a backend of somebody else's
+        else:
             rows.append({"device": name, "model": model})
     return rows
 

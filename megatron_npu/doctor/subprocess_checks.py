@@ -60,7 +60,7 @@ def communication() -> dict[str, Any]:
     to share a device.
     """
     device = devices.current()
-    processes = 1 if device.name != "cpu" and device.count() == 1 else 2
+    processes = 1 if not device.is_host and device.count() == 1 else 2
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -42,6 +42,7 @@ def add_flags(add: Add) -> None:
     add("--seq-length", type=whole, help="has no effect; accepted for compatibility with Megatron's script")
     add(
         "--tokenizer-type",
+        metavar="NAME",
         help="accepted for compatibility; must match the checkpoint's tokenizer, which is the default",
     )
 

@@ -13,7 +13,13 @@ at_least_two = Number("an integer of at least 2", int, 2)
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    result = Parser("megatron-npu bench", description=__doc__)
+    result = Parser(
+        "megatron-npu bench",
+        description=(
+            "Measure the throughput and memory use of each acceleration on this machine, as in four tables "
+            "of the PAI-Rapidformer document."
+        ),
+    )
     add = result.add_argument
     add("--suite", required=True, choices=list(SUITES), help="benchmark suite to run")
     add(

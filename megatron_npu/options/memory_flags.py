@@ -65,7 +65,7 @@ def refuse_fp8_states(options: Any) -> None:
 
 
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
-    """Enable the precision-aware optimizer for --reuse-fp32-param; reject flags that conflict with it.
+    """Reject flags that conflict with the precision-aware optimizer, which --reuse-fp32-param implies.
 
     Raises:
         UsageError: a required flag is missing, or flags conflict.
@@ -74,10 +74,10 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
     if args.reuse_fp32_param:
         flag = "--reuse-fp32-param"
         _require_remainders(args)
-        args.use_precision_aware_optimizer = True
-    if not args.use_precision_aware_optimizer:
+    elif not args.use_precision_aware_optimizer:
         _refuse_types_alone(args)
-    if not args.use_precision_aware_optimizer or args.optimizer_cpu_offload:
+        return
+    if args.optimizer_cpu_offload:
         return
     refuse_fp8_states(args)
     if not args.use_distributed_optimizer:
@@ -217,8 +217,8 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
         "--min-offloaded-tensor-size",
         type=int,
         default=SMALLEST_OFFLOADED,
-        metavar="NUMBERS",
-        help="keep tensors with fewer elements on the device",
+        metavar="N",
+        help="keep tensors with fewer than N elements on the device",
     )
 
 

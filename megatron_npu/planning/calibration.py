@@ -52,7 +52,7 @@ class Calibration:
                     remedy=_REMEDY,
                 )
             found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             told = f"--bench {path} is not a JSON file written by `bench --suite 3d`: {error!r:.200}"
             raise UsageError(told, remedy=_REMEDY) from None
         if not found:

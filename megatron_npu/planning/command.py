@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--memory",
         type=byte_size,
         default=64 << 30,
-        help="memory of each device, in bytes or with a suffix K, M or G",
+        help="memory of each device, optionally with a suffix K, M or G (default: 64G)",
     )
     result.add_argument("--device", choices=("npu", "cuda"), default="npu", help="type of the devices")
     result.add_argument(
@@ -167,7 +167,7 @@ def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
     search = Search(job, options.memory, options.devices_per_node, name, options.search_runs, calibration)
 
     def needed(changed: Job) -> tuple[int | None, str]:
-        kinds = changed.representatives()
+        kinds = changed.representatives(by_batch=False)
         ends = dict.fromkeys((min(kinds), max(kinds)))
         rows = [Row(rank, *kinds[rank], found) for rank, found in ranks.run(changed, ends).items()]
         failed = next((row for row in rows if row.failed), None)
@@ -206,8 +206,9 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
     To find mistakes early, the first and the last rank read all of the job's input before any rank trains.
     """
-    kinds = job.representatives()
-    ends = list(dict.fromkeys((min(kinds), max(kinds))))
+    kinds = job.representatives(ranks.by_batch)
+    reading = [rank for rank in kinds if job.sender(rank) == rank]
+    ends = list(dict.fromkeys((min(reading), max(reading))))
     passes = [(replace(ranks, check=True), ends)] * job.reads
     passes += [(ranks, ends), (ranks, [rank for rank in kinds if rank not in ends])]
     rows: list[Row] = []

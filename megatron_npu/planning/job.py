@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_npu.base import files, settings
+from megatron_npu.base import digits, files, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons, stock_tools
 
@@ -84,8 +84,8 @@ class Job:
             text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
             if word.startswith(f"{flag}="):
                 text = word.partition("=")[2]
-            if text is not None and text.isdecimal():
-                value = int(text)
+            number = None if text is None else digits.number(text)
+            value = value if number is None else number
         return value
 
     def has(self, flag: str) -> bool:
@@ -146,23 +146,37 @@ class Job:
             return found
         return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
 
-    def representatives(self) -> dict[int, tuple[int, int]]:
+    def representatives(self, by_batch: bool = True) -> dict[int, tuple[int, int]]:
         """Return the ranks to run, each with its stage and the number of ranks that it represents."""
-        return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes()}
+        return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes(by_batch)}
 
-    def classes(self) -> list[tuple[int, list[int]]]:
+    def classes(self, by_batch: bool = True) -> list[tuple[int, list[int]]]:
         """Return groups of equivalent ranks with their stage; the first rank of each group is run.
 
         Each stage is a group. Where optimizer states or weights are sharded over the data- and
         context-parallel ranks, the ranks with the last shard are a separate group, because padding can make
-        it smaller. Experts are sharded over fewer ranks, so their last shards are on other ranks.
+        it smaller. Experts are sharded over fewer ranks, so their last shards are on other ranks. In scripts,
+        the ranks that receive their batches from another one are separate too, because they allocate other
+        small tensors than the rank that reads the data; ``by_batch=False`` does not separate them.
         """
         found = []
         for stage, ranks in self.stages().items():
             begins = sorted({0, *(len(ranks) - size for size in self._last_shards() if size < len(ranks))})
             ends = [*begins[1:], len(ranks)]
-            found += [(stage, ranks[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+            for begin, end in zip(begins, ends, strict=True):
+                alike = ranks[begin:end]
+                found += [(stage, part) for part in (self._by_batch(alike) if by_batch else [alike])]
         return found
+
+    def _by_batch(self, ranks: list[int]) -> list[list[int]]:
+        """Separate the ranks that read the data from the ranks that receive it from them."""
+        reading = [rank for rank in ranks if self.sender(rank) == rank]
+        receiving = [rank for rank in ranks if self.sender(rank) != rank]
+        return [part for part in (reading, receiving) if part]
+
+    def sender(self, rank: int) -> int:
+        """Return the rank that reads the data of a rank: in scripts, the first tensor-parallel rank."""
+        return rank - rank % self.tensor if self.start[0] == "run" else rank
 
     def _last_shards(self) -> list[int]:
         """Return how many ranks at the end of a stage have the last shard of weights or of experts."""
@@ -242,7 +256,7 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the Megatron that parses a script's flags, which is in the script's own tree if it has one."""
+    """Return the Megatron that parses a script's flags: the script's own checkout, if it is in one."""
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

@@ -11,7 +11,7 @@ _COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c")
 _SHOWN = {"other": "activations and temporary"}
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 860, 240, 90, 24
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em;color:#1b1e23}"
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#1b1e23}"
     "pre{background:#f4f5f7;padding:1em;overflow-x:auto;font-size:12.5px}svg{width:100%;height:auto}"
     "text{font:12px system-ui,sans-serif;fill:#444}.key span{display:inline-block;margin-right:1.5em}"
     ".key i{display:inline-block;width:.9em;height:.9em;margin-right:.4em;vertical-align:-.1em}"

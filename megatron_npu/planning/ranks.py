@@ -24,6 +24,27 @@ _ENOUGH = "4096G"  # of memory, so that a rank says what it needs and not that i
 _LONGEST = 1800  # seconds
 
 
+class _Batches:
+    """The folders of the batches that ranks have broadcast, one for each command line of a rank."""
+
+    def __init__(self) -> None:
+        self._folders: dict[tuple[str, ...], tempfile.TemporaryDirectory[str]] = {}
+        self._sent: set[tuple[str, int]] = set()
+
+    def folder(self, words: Iterable[str]) -> str:
+        """Return the folder of a command line, which is removed at the end of this process."""
+        key = tuple(words)
+        if key not in self._folders:
+            self._folders[key] = tempfile.TemporaryDirectory(prefix="megatron-npu-batches-")
+        return self._folders[key].name
+
+    def missing(self, folder: str, senders: Iterable[int]) -> list[int]:
+        """Return the ranks among ``senders`` that have not been run with a folder, and note them as run."""
+        found = [rank for rank in dict.fromkeys(senders) if (folder, rank) not in self._sent]
+        self._sent.update((folder, rank) for rank in found)
+        return found
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Where and how ranks are run.
@@ -37,6 +58,7 @@ class Ranks:
         imbalance: the tokens of this rank's experts, as a multiple of an even share.
         check: whether a rank ends before training, after it has read checkpoint descriptions and data.
         hosts: the processes that fork for ranks; copies of this object share them.
+        batches: what ranks have broadcast to others that run later; copies of this object share it.
     """
 
     device: str
@@ -48,6 +70,12 @@ class Ranks:
     check: bool = False
     imbalance: float = 1.0
     hosts: Hosts = field(default_factory=Hosts, compare=False)
+    batches: _Batches = field(default_factory=_Batches, compare=False)
+
+    @property
+    def by_batch(self) -> bool:
+        """True if ranks that receive their batches are run, for which what they receive must be known."""
+        return self.device == "npu"
 
     @classmethod
     def on(cls, device: str, per_node: int = 8) -> Ranks:
@@ -77,21 +105,32 @@ class Ranks:
         wanted = list(dict.fromkeys(numbers))
         # the job's rank 0 writes the data's indices, and the others wait for them
         found = {0: self._run(job, 0, memory)} if job.has_data and wanted != [0] else {}
+        sending = [number for number in wanted if job.sender(number) == number]
+        receiving = [number for number in wanted if job.sender(number) != number]
+        if self.by_batch:
+            folder = self.batches.folder(self._words(job))
+            self.batches.missing(folder, [*found, *sending])
+            sending = self.batches.missing(folder, map(job.sender, receiving)) + sending
         with ThreadPoolExecutor(len(cores.available())) as pool:
-            others = [number for number in wanted if number not in found]
             try:
-                found |= pool.map(lambda number: (number, self._run(job, number, memory)), others)
+                for part in (sending, receiving):
+                    others = [number for number in part if number not in found]
+                    found |= pool.map(lambda number: (number, self._run(job, number, memory)), others)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.hosts.end()  # the threads wait for its ranks
                 raise
         return {number: found[number] for number in wanted}
 
+    def _words(self, job: Job) -> list[str]:
+        return job.whole_words() if self.check else job.words()[0]
+
     def _run(self, job: Job, number: int, memory: int | None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="megatron-npu-plan-") as name:
             folder = Path(name)
-            words = job.whole_words() if self.check else job.words()[0]
+            words = self._words(job)
             told = {"words": words, "output": str(folder / "report.json"), "alone": True, "limit": memory}
+            told |= {"batches": self.batches.folder(words)} if self.by_batch else {}
             told |= {"check": self.check, "imbalance": self.imbalance}
             told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}
             (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_npu.planning.job import ITERATIONS, TRAIN, Job
 
 _GIB = 1 << 30
-_MOST = 20  # lines of ranks
+_LINES = 40  # of a report
+_FEWEST, _GROUPS = 4, 9  # lines of ranks at least, and of process groups at most
 
 
 @dataclass
@@ -99,43 +102,31 @@ class Plan:
             f"{job.pipeline}, context {job.context}, data {job.data}; {job.micro_batches} micro "
             "batches"
         )
-        said = [head + (f" ({count} of them run)" if count != job.micro_batches else "")]
-        said += ["", *self._table()]
-        fullest = self.fullest
-        said += ["", f"peak of rank {fullest.rank}: {fullest.found['place']}"]
-        said += ["", *self._traffic(fullest, count)]
+        said = [head + (f" ({count} of them run)" if count != job.micro_batches else ""), ""]
+        below = ["", *self._traffic(self.fullest, count), self._buffers(self.fullest)]
         if count != job.micro_batches:
-            said.append("not counted: the losses of micro batches that were not run, about 512 bytes each")
-        said += ["", *self._assumed(), *self._verdict()]
-        return said
+            below.append("not counted: the losses of micro batches that were not run, about 512 bytes each")
+        below += ["", *self._assumed(), *self._verdict()]
+        return [*said, *self._table(_LINES - len(said) - len(below)), *below]
 
-    def _table(self) -> list[str]:
-        titles = [
-            "rank",
-            "stage",
-            "alike",
-            "weights",
-            "gradients",
-            "optimizer",
-            "activations",
-            "logits",
-            "peak",
-        ]
-        titles += ["reserved", "comm."]
+    def _table(self, most: int) -> list[str]:
+        """Return a line for each kind of rank, for the fullest ones if that is more than ``most`` lines."""
+        titles = "stage alike weights gradients optimizer activations logits peak reserved comm.".split()
         shown = self.rows
-        if len(shown) > _MOST:
-            shown = sorted(sorted(shown, key=lambda row: -row.needed)[:_MOST], key=lambda row: row.rank)
-        lines = ["".join(f"{title:>12}" if at else f"{title:>6}" for at, title in enumerate(titles))]
+        if len(shown) + 1 > most:
+            kept = max(_FEWEST, most - 2)
+            shown = sorted(sorted(shown, key=lambda row: -row.needed)[:kept], key=lambda row: row.rank)
+        lines = [_line("rank", titles, "place of the peak")]
         for row in shown:
             found = row.found
             lasting = found["weights"] + found["gradients"] + found["optimizer"]
             cells = [row.stage, row.stands_for, *map(size_text, (found["weights"], found["gradients"]))]
             cells += map(size_text, (found["optimizer"], max(0, found["peak"] - lasting), found["logits"]))
             cells += map(size_text, (found["peak"], found["reserved"], row.buffers))
-            lines.append(f"{row.rank:>6}" + "".join(f"{cell:>12}" for cell in cells))
-        if len(self.rows) > _MOST:
+            lines.append(_line(row.rank, cells, found["place"]))
+        if len(self.rows) > len(shown):
             lines.append(
-                f"  and {len(self.rows) - _MOST} kinds of ranks that need less (listed with --json FILE)"
+                f"  and {len(self.rows) - len(shown)} kinds of ranks that need less (listed with --json FILE)"
             )
         return lines
 
@@ -149,7 +140,7 @@ class Plan:
         lines = [
             f"sent by rank {row.rank} at the start and in {ITERATIONS} iterations of {count} micro batches:"
         ]
-        for name, group in sorted(groups.items(), key=lambda item: -item[1]["bytes"])[:9]:
+        for name, group in sorted(groups.items(), key=lambda item: -item[1]["bytes"])[:_GROUPS]:
             first, last = row.found.get("members", {}).get(name, [row.rank, row.rank])
             across = first // self.devices_per_node != last // self.devices_per_node
             lines.append(
@@ -157,6 +148,24 @@ class Plan:
                 f"{size_text(group['bytes']):>10}  {'across machines' if across else 'within a machine'}"
             )
         return lines
+
+    def _buffers(self, row: Row) -> str:
+        """Return what communicators take besides the memory of torch's allocator."""
+        groups = row.found.get("groups", {}).values()
+        if self.device == "cuda":
+            count = sum(group["ranks"] > 1 for group in groups)
+            return (
+                f"not counted: the buffers of NCCL's communicators ({count} with traffic on rank {row.rank}; "
+                "NCCL_BUFFSIZE sets their size)"
+            )
+        sizes = Counter(group["buffer"] // 2 for group in groups if group["buffer"])
+        if not sizes:
+            return "comm.: no communicator has a buffer"
+        parts = " + ".join(f"{count} x 2 x {size_text(size)}" for size, count in sorted(sizes.items()))
+        return (
+            f"comm.: HCCL's two buffers of each communicator, on rank {row.rank}: {parts} (HCCL_BUFFSIZE "
+            "sets their size, 200 MiB if unset)"
+        )
 
     def _assumed(self) -> list[str]:
         lines = self._asked()
@@ -197,9 +206,7 @@ class Plan:
                 "less memory"
             )
         if self.device == "cuda":
-            lines.append(
-                "cuda: fake tensors and a simulation of torch's caching allocator; without NCCL's buffers"
-            )
+            lines.append("cuda: fake tensors and a simulation of torch's caching allocator")
         return lines
 
     def _routed(self) -> list[str]:
@@ -251,6 +258,12 @@ class Plan:
                 for row in self.rows
             ],
         }
+
+
+def _line(rank: object, cells: Sequence[object], place: str) -> str:
+    """Return a line of the table; the first two cells are counts, the others sizes."""
+    text = "".join(f"{cell:>{12 if at > 1 else 7}}" for at, cell in enumerate(cells))
+    return f"{rank:>6}{text}  {place}"
 
 
 def size_text(count: int) -> str:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import tempfile
 from pathlib import Path
 
-from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import user_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _REMEDY = f"Set {VARIABLE} to a folder of your own (chmod 700)."
 _HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-_ROOT = 0
 
 
 def claim() -> Path:
@@ -70,21 +67,5 @@ def _open(folder: Path, remedy: str) -> Path:
         if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
             error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             raise user_cache.unusable(folder, error, remedy) from error
-    for parent in folder.parents:  # torch is given a path, not this descriptor
-        status = parent.stat()
-        others = files.is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX
-        if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
-            raise UsageError(
-                f"compiled graphs are loaded from {folder}, but other users can replace this folder, "
-                f"because they can write to {parent}; only this user may be able to change it",
-                remedy=remedy,
-            )
+    user_cache.require_own_path(folder, remedy)  # torch is given a path, not this descriptor
     return folder
-
-
-def _unmapped() -> int:
-    """Return the user id that a container shows for unmapped users, such as its machine's root."""
-    try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return _ROOT

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -103,7 +104,9 @@ def settle(argv: Sequence[str]) -> None:
 
 def _is_told() -> bool:
     """Return True if torchrun's variables specify the rank, as set by DeepSpeed's launcher and accelerate."""
-    return all(os.environ.get(name, "").isdecimal() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return all(
+        digits.number(os.environ.get(name, "")) is not None for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
 
 
 # -- tasks: one process each
@@ -208,7 +211,7 @@ def _of_trainer() -> Machine | None:
     address = os.environ.get("PET_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
     port = os.environ.get("PET_MASTER_PORT") or os.environ.get("MASTER_PORT")
     processes = os.environ.get("PET_NPROC_PER_NODE", "")
-    each = int(processes) if processes.isdecimal() else None
+    each = digits.number(processes)
     number, count = _number("PET_NODE_RANK", 0), _number("PET_NNODES", 1)
     return Machine("PET_NNODES", number, count, each, address, port)
 
@@ -362,6 +365,7 @@ def _number(name: str, default: int) -> int:
         UsageError: the value is not a number.
     """
     text = os.environ.get(name, "").strip()
-    if text and not text.isdecimal():
+    number = digits.number(text)
+    if text and number is None:
         raise UsageError(f"{name} must be an integer, but got {text}", remedy=f"Correct it, or unset {name}.")
-    return int(text) if text else default
+    return default if number is None else number

@@ -19,11 +19,11 @@ Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], ob
 def arm(
     mistake: type[BaseException],
     *kinds: type[BaseException],
-    traced: Callable[[BaseException], bool] = lambda error: False,
+    traced: Callable[[BaseException], bool] | None = None,
 ) -> OneLineEnd:
     """Print errors of these kinds as one line when they end the process; pass others to the previous hook.
 
-    A second call has no effect.
+    A second call adds its kinds to the hook, and replaces ``traced`` if it is given.
 
     Args:
         mistake: the class of user errors, for which the exit code is 2, as for our commands.
@@ -33,10 +33,12 @@ def arm(
     Returns:
         The hook; call ``disarm`` on it to remove it.
     """
-    if isinstance(sys.excepthook, OneLineEnd):
-        return sys.excepthook
-    hook = OneLineEnd(mistake, kinds, sys.excepthook, traced)
-    sys.excepthook = hook
+    hook = sys.excepthook
+    if not isinstance(hook, OneLineEnd):
+        hook = OneLineEnd(mistake, (), hook, lambda error: False)
+        sys.excepthook = hook
+    hook.others = (*hook.others, *kinds)
+    hook.traced = traced or hook.traced
     return hook
 
 

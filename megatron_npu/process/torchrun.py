@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import meeting_place
 
@@ -78,29 +79,30 @@ def _has_started_ranks() -> str:
 def _place(words: Sequence[str]) -> meeting_place.Place | None:
     """Return the address at which several machines meet; None on a single machine, or for another way."""
     count, backend = _value(words, "nnodes", "1").rpartition(":")[2], _value(words, "rdzv-backend", "static")
-    if not count.isdecimal() or int(count) < 2 or "--standalone" in words:
+    if (digits.number(count) or 0) < 2 or "--standalone" in words:
         return None
     name, endpoint = "--rdzv-endpoint", _value(words, "rdzv-endpoint", "")
     if not endpoint:
         name, master = "--master-addr:--master-port", _value(words, "master-addr", "127.0.0.1")
         endpoint = f"{master}:{_value(words, 'master-port', _PORT)}"
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or backend not in ("static", "c10d"):
+    number = digits.number(port)
+    if not host or number is None or backend not in ("static", "c10d"):
         return None
     machine, own, patience = _value(words, "node-rank", "0"), socket.gethostname(), _patience(words)
     if backend == "c10d":  # the machine that has the address serves the store
         serves = meeting_place.is_of_this_machine(host)
-        return meeting_place.Place(f"torchrun on {own}", host, int(port), serves, False, name, patience)
+        return meeting_place.Place(f"torchrun on {own}", host, number, serves, False, name, patience)
     serves = machine == "0"
     who = f"torchrun on machine {machine} ({own})"
-    return meeting_place.Place(who, host, int(port), serves, not serves, name, patience)
+    return meeting_place.Place(who, host, number, serves, not serves, name, patience)
 
 
 def _patience(words: Sequence[str]) -> float:
     """Return the longest wait in ``--rdzv-conf``, such as ``join_timeout=1800``, or 0."""
     pairs = (pair.partition("=") for pair in _value(words, "rdzv-conf", "").split(","))
     waits = (value.strip() for name, _, value in pairs if name.strip() in _TIMEOUTS)
-    return max((float(wait) for wait in waits if wait.isdecimal()), default=0.0)
+    return float(max((digits.number(wait) or 0 for wait in waits), default=0))
 
 
 def _value(words: Sequence[str], name: str, default: str) -> str:

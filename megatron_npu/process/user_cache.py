@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +79,37 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def require_own_path(folder: Path, remedy: str) -> None:
+    """Check that no other user can put another folder in the place of a private one.
+
+    Use it for folders that other programs open by their path instead of by a descriptor.
+
+    Args:
+        folder: the resolved path of the folder.
+        remedy: how to select another folder.
+
+    Raises:
+        UsageError: another user owns a parent folder, or can write to one that is not sticky.
+    """
+    for parent in folder.parents:
+        status = parent.stat()
+        others = files.is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX
+        if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
+            raise UsageError(
+                f"code is loaded from {folder}, but other users can replace this folder, because they can "
+                f"write to {parent}; only this user may be able to change it",
+                remedy=remedy,
+            )
+
+
+def _unmapped() -> int:
+    """Return the user id that a container shows for unmapped users, such as its machine's root."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return _ROOT
 
 
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from megatron_npu.base import digits
+
 CUDA = "CUDA_VISIBLE_DEVICES"
 ASCEND = "ASCEND_RT_VISIBLE_DEVICES"  # CANN's own
 
@@ -22,8 +24,8 @@ def listed(variable: str, total: int | None = None) -> list[int] | None:
         return None
     found: list[int] = []
     for word in text.split(","):
-        number = int(word) if word.strip().isdecimal() else -1
-        if number < 0 or number in found or (total is not None and number >= total):
+        number = digits.number(word.strip())
+        if number is None or number in found or (total is not None and number >= total):
             break
         found.append(number)
     return found

@@ -24,7 +24,7 @@ _DESCRIPTION = (
     "well.\nSee docs/explanation/simulator.md."
 )
 
-_FLAGS = {"--devices": settings.SIM_DEVICES, "--soc": settings.SIM_SOC}
+_FLAGS = {"--devices": (settings.SIM_DEVICES, "N"), "--soc": (settings.SIM_SOC, "NAME")}
 
 
 def main(argv: list[str]) -> int:
@@ -34,8 +34,11 @@ def main(argv: list[str]) -> int:
         UsageError: the command is missing or does not exist, or the machine cannot be prepared.
     """
     parser = Parser("megatron-npu sim", description=_DESCRIPTION)
-    for flag, variable in _FLAGS.items():
-        parser.add_argument(flag, type=variable.read, help=f"{variable.help} Default: {variable.default}.")
+    for flag, (variable, metavar) in _FLAGS.items():
+        text = (
+            f"{variable.help[0].lower()}{variable.help[1:].removesuffix('.')} (default: {variable.default})"
+        )
+        parser.add_argument(flag, type=variable.read, metavar=metavar, help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

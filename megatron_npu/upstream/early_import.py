@@ -40,7 +40,7 @@ class _Metadata(metadata.Distribution):
         return text if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Return the path unchanged, because there are no files."""
+        """Return the path unchanged, because these metadata have no files."""
         return Path(path)
 
 

@@ -184,7 +184,7 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Return which of the older trees this is: Megatron-LM, or one of the two Megatron-DeepSpeed trees."""
+    """Return which of the older checkouts this is: Megatron-LM, or one of the two Megatron-DeepSpeeds."""
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"
@@ -192,7 +192,7 @@ def _legacy_name(root: Path) -> str:
 
 
 def _legacy_version(package: Path) -> str:
-    """Return the commit of a tree that does not state a version, or ``unknown``."""
+    """Return the commit of a checkout that does not state a version, or ``unknown``."""
     digest = hashlib.sha256()
     for name in _LEGACY_FILES:
         path = package / name

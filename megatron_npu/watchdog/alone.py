@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """True if the watchdog is active, which it is not in a forked child or without the process group."""
+        """True if the watchdog is active. It is inactive in a forked child and without the process group."""
         return self._thread.is_alive()
 
     def start(self) -> None:

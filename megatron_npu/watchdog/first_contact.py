@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_npu.base import settings
+from megatron_npu.base import digits, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import meeting_place
 from megatron_npu.watchdog import network, restarts
@@ -98,10 +98,11 @@ def tell(error: UsageError) -> None:
 
 
 def _is_of_several_machines() -> bool:
-    numbers = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK")]
-    if dist.is_initialized() or not all(number.isdecimal() for number in numbers):
+    names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "RANK")
+    here, everywhere, rank = (digits.number(os.environ.get(name, "")) for name in names)
+    if dist.is_initialized() or here is None or everywhere is None or rank is None:
         return False
-    return int(numbers[0]) < int(numbers[1]) and bool(os.environ.get("MASTER_ADDR"))
+    return here < everywhere and bool(os.environ.get("MASTER_ADDR"))
 
 
 def _prefix() -> str:

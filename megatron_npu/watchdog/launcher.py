@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.process import elastic_agent
 from megatron_npu.watchdog import first_contact
 
@@ -48,12 +49,19 @@ def meeting() -> Iterator[None]:
     The connection to the store may break before the thread that watches the launcher notices its end.
 
     Raises:
-        UsageError: the ranks are on several machines that cannot reach each other.
+        UsageError: the ranks are on several machines that cannot reach each other, or another program uses
+            the port.
     """
     try:
         with first_contact.made():
             yield
-    except RuntimeError:  # torch's DistError is one
+    except RuntimeError as error:  # torch's DistError is one
+        if "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use by another program on this machine; "
+                "the ranks meet at a free port of the first machine",
+                remedy="Export another MASTER_PORT for all ranks.",
+            ) from None
         launcher = elastic_agent.find()
         if launcher is not None and (elastic_agent.has_gone() or _ends(launcher.pid)):
             _end("its launcher")

@@ -31,7 +31,7 @@ class Stillness:
         self.still = 0.0  # seconds, at the last look
 
     def look(self) -> Beat:
-        """Return where the main thread is now, and how long it has not moved."""
+        """Return the current position of the main thread, and how long the thread has stayed there."""
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if now - self._looked > _PAUSE:  # this thread has not looked either
             self._moved += now - self._looked

@@ -9,6 +9,7 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
+from megatron_npu.base import digits
 from megatron_npu.base.arg_parser import Unfit
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
@@ -43,9 +44,10 @@ def address(text: str) -> Address:
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not port.isdecimal() or int(port) > 65535:
+    number = digits.number(port)
+    if number is None or number > 65535:
         raise Unfit(text, "a port from 0 to 65535, or HOST:PORT")
-    return Address(host or LOOPBACK, int(port))
+    return Address(host or LOOPBACK, number)
 
 
 def listening(given: str, wanted: Address) -> socket.socket:

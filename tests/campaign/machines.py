@@ -399,7 +399,7 @@ def preempted(trial: Trial) -> list[str]:
         flags += ["100000", "--exit-signal-handler"]
     started = trial.for_ever(*flags)
     end = time.monotonic() + START
-    while "3" in flags and not (save / "latest_checkpointed_iteration.txt").exists():
+    while "3" in flags and not (save / "latest").exists():  # DeepSpeed's own name of the tracker
         if time.monotonic() > end:
             return ["it did not save"]
         time.sleep(1)
@@ -695,7 +695,9 @@ def trials() -> dict[str, Plan]:
     for harm, look in NPU.items():
         for name in ("pipeline", "tensor-in-data-across"):
             machines, ranks, flags = LAYOUTS[name]
-            found[f"{harm}-npu-{name}/driver"] = Plan(machines, "driver", look, ranks, flags, simulated=True)
+            for command in ("driver", "stock-0.16.1"):
+                plan = Plan(machines, command, look, ranks, flags, simulated=True)
+                found[f"{harm}-npu-{name}/{command}"] = plan
     return found
 
 

@@ -24,6 +24,8 @@ from tests.support.payload import Runs
 STRANGER = 65_534  # the user nobody
 _TRAIN = "--epochs 1 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --train-iters 2 --no-plot"
 _SCRIPT = tiny.ROOT / "tests/finetune/scripts/dropout.py"
+_BENCH = "--model bert-tiny --devices 1 --steps 1 --repeat 1 --seq-length 16"
+_PLAIN = ("TORCHINDUCTOR_", "ATEN_CPU_CAPABILITY")  # settings of the suite that a user does not have
 _ABSENT = (
     "wandb lm_eval triton apex amp_C transformer_engine flash_attn tensorboard deepspeed sentencepiece"
     " tiktoken causal_conv1d mamba_ssm torch_npu mindspeed sitecustomize usercustomize zarr onnx"
@@ -56,7 +58,17 @@ def commands(place: Path) -> dict[str, list[str]]:
         ],
         "checkpoint": ["checkpoint", "verify", saved],
         "doctor": ["doctor", "--json"],
+        "lambada": ["lambada", "--load", saved, "--valid-data", _passages(place)],
+        "data": ["data", "inspect", str(data)],
+        "plan": ["plan", "--devices", "2", "--device", "cuda", "--", "pretrain", *tiny.flags_for(data)],
+        "bench --suite graph": ["bench", "--suite", "graph", *_BENCH.split()],
     }
+
+
+def _passages(place: Path) -> str:
+    path = place / "passages.jsonl"
+    path.write_text('{"text": "1 2 3 4 5"}\n' * 4)
+    return str(path)
 
 
 def trials(place: Path, chance: random.Random, only: set[str] | None = None) -> Iterator[Outcome]:
@@ -83,7 +95,7 @@ def _tried(place: Path, name: str, argv: list[str], how: str, folder: Path, home
     temporary = home.with_name("tmp")
     temporary.mkdir(exist_ok=True)
     env = tiny.environment() | {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary)}
-    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    env = {variable: value for variable, value in env.items() if not variable.startswith(_PLAIN)}
     done = processes.run([*start, *argv], cwd=folder, env=env, capture_output=True, text=True)
     mark = place / "MARK"
     if mark.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import socket
 
 import pytest
 
@@ -194,6 +195,17 @@ def test_several_ranks_speak_once_and_all_end_with_2(flags):
     assert said[1].split(" : ", 1) == ["  traceback", said[0]]  # below torchrun's "Root Cause"
     assert 'Traceback (most recent call last):\n  File "<frozen runpy>"' not in done.stdout
     assert "exitcode  : 2" in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(refused, flags, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        line = refused("pretrain", *flags())
+    assert f"MASTER_PORT {port} is in use by another program on this machine" in line
+    assert "Export another MASTER_PORT for all ranks." in line
 
 
 def test_generate(refused, trained, capsys):

@@ -108,7 +108,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     from megatron_npu.finetune.run import arguments, ranks
 
     args = arguments.parse(argv)
-    arguments.set_ranks(args, ranks.of_this_process())
+    args = arguments.with_ranks(args, ranks.of_this_process())
     return args
 
 

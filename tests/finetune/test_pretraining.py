@@ -58,7 +58,7 @@ def run(monkeypatch):
 
     def begun(argv):
         args = arguments.parse(argv)
-        arguments.set_ranks(args, ranks.Ranks())
+        args = arguments.with_ranks(args, ranks.Ranks())
         state.set_args(args)
         engine.join(args)
         return args
@@ -73,7 +73,7 @@ def train(argv: list[str]):
     from megatron_npu.finetune.run import arguments, command, ranks
 
     args = arguments.parse(argv)
-    arguments.set_ranks(args, ranks.Ranks())
+    args = arguments.with_ranks(args, ranks.Ranks())
     command.train(args)
     return args
 
@@ -229,7 +229,7 @@ def test_words_and_pairs_count_each_by_their_own_number(folder, tmp_path, micro_
     train(argv)
     rows = tiny.rows(tmp_path / "log")
     args = arguments.parse(argv)
-    arguments.set_ranks(args, ranks.Ranks())
+    args = arguments.with_ranks(args, ranks.Ranks())
     state.set_args(args)
     engine.join(args)
     try:

@@ -53,7 +53,7 @@ FEW = "--task causal_lm --pretrained-model-name-or-path x --data-path x --epochs
 
 def parsed(line: str):
     args = arguments.parse(shlex.split(line))
-    arguments.set_ranks(args, ranks.Ranks(world_size=4))
+    args = arguments.with_ranks(args, ranks.Ranks(world_size=4))
     return args
 
 

@@ -1,91 +1,68 @@
-"""One rank tokenizes, and the others read what it has made."""
+"""A result that several processes cache is computed in one of them, and the lock outlives nobody."""
 
 from __future__ import annotations
 
 import os
-import threading
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from megatron_npu.finetune.data import turns
+from tests.support import tiny
+
+_WORK = """
+import os, sys, time
+from pathlib import Path
 from megatron_npu.finetune.data.turns import first_alone
+place = Path(sys.argv[1])
+with first_alone(place / "lock"):
+    if not (place / "result").exists():
+        (place / f"computes {os.getpid()}").touch()
+        time.sleep(float(sys.argv[2]))
+        (place / "result").touch()
+"""
 
 
-def test_the_first_is_alone_and_the_others_are_together(tmp_path: Path) -> None:
-    inside, most, seen = 0, 0, []
-    count, meeting = threading.Lock(), threading.Barrier(3)
-
-    def enter() -> None:
-        nonlocal inside, most
-        meeting.wait()
-        with first_alone(tmp_path / "cache" / "x.lock"):
-            with count:
-                inside += 1
-                seen.append(inside)
-                first = len(seen) == 1
-                most = max(most, inside)
-            time.sleep(0.3 if first else 0.6)
-            with count:
-                inside -= 1
-
-    threads = [threading.Thread(target=enter) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [1, 1, 2]  # nobody comes in beside the first one
-    assert most == 2
+def _started(place: Path, seconds: float) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-c", _WORK, str(place), str(seconds)]
+    return subprocess.Popen(argv, env=tiny.environment())
 
 
-def test_an_error_of_the_first_lets_the_next_one_in(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match="wrong"), first_alone(tmp_path / "x.lock"):
-            raise ValueError("wrong")
+def _computes(place: Path, count: int) -> None:
+    until = time.monotonic() + 60
+    while len(list(place.glob("computes *"))) < count:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
-def test_two_ranks_tokenize_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    library = pytest.importorskip("datasets")
-    from megatron_npu.finetune.tasks.causal_lm import CausalLM
-    from tests.finetune import tasks_data
+def test_one_process_computes_and_the_others_wait(tmp_path: Path) -> None:
+    processes = [_started(tmp_path, 0.5) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert len(list(tmp_path.glob("computes *"))) == 1
 
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    args = tasks_data.parsed(tasks_data.write(tmp_path, "causal_lm"))
-    args.world_size = 2
-    times: dict[int, list[float]] = {}  # of each rank, when it begins and ends a part
-    real = CausalLM.encoded
 
-    def slow(self: CausalLM, rows: Any, part: str) -> Any:
-        own = times.setdefault(id(self), [])
-        own.append(time.monotonic())
-        time.sleep(0.5)
-        try:
-            return real(self, rows, part)
-        finally:
-            own.append(time.monotonic())
+def test_who_waits_for_one_that_is_killed_goes_on(tmp_path: Path) -> None:
+    first = _started(tmp_path, 600)
+    _computes(tmp_path, 1)
+    second = _started(tmp_path, 0)
+    time.sleep(0.2)
+    assert second.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.wait(60)
+    assert second.wait(60) == 0
+    assert (tmp_path / "result").exists()
 
-    monkeypatch.setattr(CausalLM, "encoded", slow)
-    meeting, files = threading.Barrier(2), []
 
-    def rank() -> None:
-        task = CausalLM(SimpleNamespace(args=args))
-        assert task.longest == 16  # and what it takes to know it is loaded
-        meeting.wait()
-        # not the cached property, which lets one thread of a process in at a time before Python 3.12
-        (file,) = CausalLM.examples.func(task)["train"].cache_files
-        files.append((file["filename"], os.stat(file["filename"]).st_ino))
-
-    ranks = [threading.Thread(target=rank) for _ in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    # two parts each, one rank after the other; and nobody has written the first one's file again
-    first, second = sorted(times.values())
-    assert len(first) == len(second) == 4
-    assert first[-1] <= second[0]
-    assert len(files) == 2
-    assert files[0] == files[1]
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make files of another user")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("kept")
+    link = tmp_path / "lock"
+    link.symlink_to(tmp_path / "private")
+    os.chown(link, 65_534, 65_534, follow_symlinks=False)
+    with pytest.raises(OSError, match="lock"), turns.first_alone(link):
+        pass
+    assert (tmp_path / "private").read_text() == "kept"

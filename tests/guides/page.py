@@ -38,7 +38,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(
-    page: Path, folder: Path, smaller: Mapping[str, str], *, timeout: float = 500, **changes: str
+    page: Path,
+    folder: Path,
+    smaller: Mapping[str, str],
+    *,
+    trained: Path | None = None,
+    timeout: float = 500,
+    **changes: str,
 ) -> dict[int, str]:
     """Run a page; return what each block has printed, by the line where it begins.
 
@@ -46,6 +52,8 @@ def run(
         page: below docs/.
         folder: where the commands run.
         smaller: texts of the page, and what stands in their places.
+        trained: what a training writes, if ``folder`` is a Megatron-LM: once it is there, ``python`` has
+            imported the scripts' modules. What is started before has imported torch alone.
         timeout: seconds for the whole page.
         changes: to the environment.
     """
@@ -60,7 +68,7 @@ def run(
     finished = processes.run(
         ["bash", "-c", text],
         cwd=folder,
-        env=_environment(folder, changes),
+        env=_environment(folder, changes, trained),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -78,7 +86,7 @@ def output_of(page: Path, outputs: Mapping[int, str], command: str) -> str:
     return outputs[line]
 
 
-def _environment(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
+def _environment(folder: Path, changes: Mapping[str, str], trained: Path | None) -> dict[str, str]:
     """Return the environment of a reader who has installed this project: its commands are on the path."""
     env = warm.for_scripts({**tiny.environment(), **bytecode.elsewhere(), **changes})
     programs = folder.parent / "programs"
@@ -87,6 +95,11 @@ def _environment(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
     entry = programs / "entry.py"
     entry.write_text("import sys\nfrom megatron_npu.commands.cli import main\nsys.exit(main())\n")
     python = shlex.quote(env["PYTHON"])
+    later = ""
+    if trained is not None:
+        imported = warm.for_scripts(env, warm.STOCK, folder)["PYTHON"]
+        names = f"PYTHON_EXEC={shlex.quote(imported)}; export PYTHON_EXEC"
+        later = f'if [ -e {shlex.quote(str(trained))} ]; then {names}; exec "$PYTHON_EXEC" "$@"; fi\n'
     for name, before in (
         ("python", ""),
         ("python3", ""),
@@ -94,6 +107,7 @@ def _environment(folder: Path, changes: Mapping[str, str]) -> dict[str, str]:
         ("megatron-npu", str(entry)),
     ):
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {python} {before} "$@"\n')
+        first = later if name == "python" else ""
+        program.write_text(f'#!/bin/sh\n{first}exec {python} {before} "$@"\n')
         program.chmod(0o700)
     return {**env, "PATH": os.pathsep.join([str(programs), env["PATH"]])}

@@ -46,7 +46,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
         "--global-batch-size 64": "--global-batch-size 16",
         "deepspeed $PWD/tools": "python $PWD/tools",  # its launcher starts two more processes
     }
-    return pages.run(PAGE, folder, smaller)
+    return pages.run(PAGE, folder, smaller, trained=folder / "checkpoints" / "gpt2")
 
 
 def test_every_flag_of_the_guide_is_on_the_page() -> None:

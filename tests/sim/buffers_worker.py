@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megatron_npu
 from megatron_npu.adaptors.shared import communicators
-from megatron_npu.options import hccl_buffers
+from megatron_npu.options import hccl_buffers, hccl_messages
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.run import initialize, pretrain
 from tests.support import tiny
@@ -87,7 +87,7 @@ def check(case: str, found: dict[str, tuple[int, int, int]]) -> None:
         if name.partition(" ")[0] in LEFT:
             continue
         assert computed, (case, name, found)
-        assert largest <= max(computed, SMALL if computed == hccl_buffers._FEW else 0), (case, name, found)
+        assert largest <= max(computed, SMALL if computed == hccl_messages._FEW else 0), (case, name, found)
         assert buffer == 2 * hccl_buffers.size_of(computed) << 20, (case, name, found)
 
 

@@ -7,6 +7,9 @@ Two iterations of a small model in each layout of ``dry_layouts``: once on simul
 communicate, and once each rank alone, with nothing above 16 KiB computed, by the words that ``plan`` makes of
 the command line. Peak and reserved memory of each rank, as torch_npu's allocator says them, must be equal;
 the exit code is 1 if one is not. A process for each Megatron imports it, and is forked for each rank.
+
+Each layout is written to the output when it is done. A later call with the same output skips the layouts that
+were compared at the commit that last changed what they depend on, so that an interrupted run can be repeated.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
 import importlib
 import json
 import os
@@ -33,7 +37,17 @@ from tests.sim.dry_layouts import CHECKOUTS, DRIVER, LAYOUTS, TRAIN, Layout
 from tests.support.ports import free_port
 
 COMPUTED = 16 << 10  # bytes
-_LONGEST = 600  # seconds that a rank may take
+_LONGEST = 1800  # seconds that a rank may take
+# what a comparison depends on: all of the package but the parts of a plan that no rank of it runs; what git
+# excludes, it excludes from all paths of a call
+_PATHS = (
+    ("megatron_npu", ":(exclude)megatron_npu/planning"),
+    (
+        "megatron_npu/planning/rank",
+        *(f":(exclude)megatron_npu/planning/rank/{name}.py" for name in ("before_training", "cuda", "host")),
+    ),
+    ("megatron_npu/planning/job.py", "tests/sim/dry_layouts.py"),
+)
 _IMPORTED = (
     "megatron_npu.commands.cli",
     "megatron_npu.planning.rank.notes",
@@ -118,6 +132,9 @@ def _forked(layout: Layout, command: list[str], path: Path, rank: int) -> tuple[
     dry, ranks = path.name.startswith("dry"), layout.ranks
     # the same share of the tokens for the experts of a rank, in both
     told = {"words": command, "output": str(path), "alone": dry, "imbalance": layout.imbalance(rank)}
+    batches = path.parent / "batches"
+    batches.mkdir(exist_ok=True)
+    told["batches"] = str(batches)
     path.with_suffix(".spec").write_text(json.dumps(told))
     sys.stdout.flush()
     child = os.fork()
@@ -145,11 +162,40 @@ def _forked(layout: Layout, command: list[str], path: Path, rank: int) -> tuple[
     os._exit(1)
 
 
-def stamped(row: dict) -> dict:
+def commit(lists: tuple[tuple[str, ...], ...] = _PATHS) -> str:
+    """Return the last commit of what a comparison depends on, with a plus sign if that has changed since."""
+
+    def said(*words: str) -> str:
+        git = ["git", "-C", str(CHECKOUTS.parent), *words]
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    found = [said("log", "-1", "--format=%ct %h", "--abbrev=8", "--", *paths) for paths in lists]
+    newest = max(found, key=lambda line: int(line.split()[0])).split()[1]
+    return newest + "+" * any(said("status", "--porcelain", "--", *paths) for paths in lists)
+
+
+def stamped(row: dict, of: str) -> dict:
     """Return a row with its day and commit."""
-    git = ["git", "-C", str(CHECKOUTS.parent), "rev-parse", "--short=8", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False, timeout=60).stdout.strip()
-    return row | {"day": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "commit": commit}
+    return row | {"day": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "commit": of}
+
+
+def is_done(row: dict | None, of: str) -> bool:
+    """Return True if a layout need not be compared again."""
+    if row is None or row["commit"] != of or of.endswith("+"):
+        return False
+    return not any("failed" in rank for rank in row["ranks"])
+
+
+def write(output: Path, name: str, row: dict) -> None:
+    """Add a row to the output, to which other processes may write theirs at the same time."""
+    with output.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files.write(output, json.dumps(read(output) | {name: row}, indent=1) + "\n")
+
+
+def read(output: Path) -> dict[str, dict]:
+    """Return the rows of an output, by the names of their layouts."""
+    return json.loads(output.read_text()) if output.exists() else {}
 
 
 def of_one_program(layouts: list[Layout], output: Path) -> int:
@@ -161,7 +207,7 @@ def of_one_program(layouts: list[Layout], output: Path) -> int:
         sys.path.insert(1, str((CHECKOUTS / layouts[0].program).resolve()))
     for name in (*_IMPORTED, *_OF[kind]):
         importlib.import_module(name)
-    wrong = 0
+    wrong, of = 0, commit()
     for layout in layouts:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -172,12 +218,11 @@ def of_one_program(layouts: list[Layout], output: Path) -> int:
             said = row.get("failed") or f"{row['full']} {row['dry']}"
             print(f"{name:32} rank {row['rank']} {'equal' if row.get('equal') else 'NOT EQUAL'} {said}")
         print(f"{name:32} {time.monotonic() - begin:.0f} s", flush=True)
-        found = json.loads(output.read_text()) if output.exists() else {}
-        files.write(output, json.dumps(found | {name: stamped({"ranks": rows})}, indent=1) + "\n")
+        write(output, name, stamped({"ranks": rows}, of))
     return wrong
 
 
-def _started(program: str, names: list[str], output: Path) -> int:
+def _started(program: str, names: list[str], output: Path) -> None:
     """Compare layouts of a program in a process of its own."""
     words = [
         sys.executable,
@@ -196,7 +241,7 @@ def _started(program: str, names: list[str], output: Path) -> int:
         if LAYOUTS[names[0]].kind == "driver":
             environment["PYTHONPATH"] = os.pathsep.join([path, str(CHECKOUTS.parent)])
     launcher = [sys.executable, "-m", "megatron_npu", "sim", "--"]
-    return subprocess.run([*launcher, *words], env=environment, check=False, timeout=7200).returncode
+    subprocess.run([*launcher, *words], env=environment, check=False, timeout=6 * 3600)
 
 
 def main() -> int:
@@ -215,11 +260,14 @@ def main() -> int:
         if options.here:
             return int(of_one_program([LAYOUTS[name] for name in names], output) > 0)
         output.parent.mkdir(parents=True, exist_ok=True)
-        codes = []
-        for program in dict.fromkeys(LAYOUTS[name].program for name in names):
-            own = [name for name in names if LAYOUTS[name].program == program]
-            codes.append(_started(program, own, output.resolve()))
-    return int(any(codes))
+        done, of = read(output), commit()
+        left = [name for name in names if not is_done(done.get(name), of)]
+        print(f"{len(names) - len(left)} of {len(names)} layouts were compared at {of}", flush=True)
+        for program in dict.fromkeys(LAYOUTS[name].program for name in left):
+            own = [name for name in left if LAYOUTS[name].program == program]
+            _started(program, own, output.resolve())
+        rows = [rank for name in names for rank in read(output).get(name, {"ranks": [{}]})["ranks"]]
+    return int(not all(row.get("equal") for row in rows))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ _OF_STOCK = {
     "gpt-dp2-distributed": (2, f"--bf16 {SHARED}"),
     "gpt-tp2-sp": (2, f"--bf16 {SEQUENCE}"),
     "gpt-recompute": (1, f"--bf16 {RECOMPUTE}"),
+    "gpt-tp2-pp2": (4, f"--bf16 {TP2} {PP2}"),
+    "gpt-tp2-dp2-distributed": (4, f"--bf16 {TP2} {SHARED}"),
 }
 _OF_CORE = {
     "gpt-recompute-selective": (1, f"--bf16 {_SELECTIVE}"),

@@ -27,11 +27,11 @@ trains small models for two iterations in full on simulated NPUs, and each kind 
 (nothing above 16 KiB computed). "Equal" means that torch_npu's allocator has told the same peak and the same
 reserve, to the byte, for every rank and the one that stands for it. Where the representative has other
 memory, the rank itself is also run dry, and the row names it if it is equal then: in `experts-ep2-uneven` the
-experts of rank 0 get 1.5 times and those of rank 1 half an even share. A rank that does not read the data
-allocates other small tensors and may reserve a segment of 2 MiB more or less than its representative. Names
-without a `/` are of the driver (megatron-core 0.16.1), `megatron_core-…` of the driver with that version,
-`train` of `megatron-npu train`, the others of the stock pretrain_gpt.py of that tree. In `experts-free` no
-capacity is padded, and in both runs each expert gets an even share of the tokens.
+experts of rank 0 get 1.5 times and those of rank 1 half an even share. The commit is the last one that
+changed what a comparison depends on. Names without a `/` are of the driver (megatron-core 0.16.1),
+`megatron_core-…` of the driver with that version, `train` of `megatron-npu train`, the others of the stock
+pretrain_gpt.py of that tree. In `experts-free` no capacity is padded, and in both runs each expert gets an
+even share of the tokens.
 
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_a_rank_alone_takes_the_memory_of_a_whole_run(simulated, tmp_path) -> No
     assert done.returncode == 0, done.stdout[-4000:]
     (row,) = json.loads(path.read_text())["gpt"]["ranks"]
     assert row["full"]["peak"] == row["dry"]["peak"] > 1 << 20
+
+
+TRAINING = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --log-interval 1 --eval-iters 0 --lr 1e-3 "
+    "--bf16 --num-workers 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --no-plot"
+)
+
+
+def test_a_dry_run_that_computes_everything_has_the_losses_of_the_simulator(simulated) -> None:
+    pytest.importorskip("megatron.core")
+
+    def numbers(**environment: str) -> list[tuple[str, str]]:
+        words = ["python", "-m", "megatron_npu", "pretrain", *TRAINING.split()]
+        done = simulated(*words, modules=warm.DRIVER, **environment)
+        assert done.returncode == 0, done.stdout[-4000:]
+        return re.findall(r"lm loss: (\S+) .*?grad norm: (\S+)", done.stdout)
+
+    usual = numbers()
+    assert len({loss for loss, _ in usual}) == 3, usual
+    assert numbers(MEGATRON_NPU_SIM_DRY="1000G") == usual
 
 
 # `b` is larger than the limit: nobody computes its sum, which is asked for in line 4 of this program

@@ -95,7 +95,7 @@ def test_a_value_that_is_unfit_is_told_beside_a_misspelt_flag(parser):
 
 def test_help_says_defaults_once_and_short_metavars(parser):
     text = " ".join(parser.format_help().split())
-    assert "try: a command." in text
+    assert "Try: a command." in text
     assert "--layers N how many (default: 12)" in text
     assert "--steps N how often (default: as often as it takes)" in text
     names = "--rate, --speed X" if sys.version_info >= (3, 13) else "--rate X, --speed X"
@@ -268,6 +268,22 @@ def test_a_stock_script_s_parser_answers_with_ours(capsys):
         "megatron_npu: --sliding-window: use --pre-tockens N, where N is one less than Transformers' "
         "sliding_window.",
     ]
+
+
+def test_a_stock_script_s_parser_names_the_nearest_flag(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    stock = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    stock.add_argument("--tensor-model-parallel-size")
+    parser = add_attention_flags(lambda parser: parser, stock)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parser.parse_args(["--tensor-model-paralel-size", "2"])
+    hint = "megatron_npu: --tensor-model-paralel-size: did you mean --tensor-model-parallel-size?"
+    assert capsys.readouterr().err.splitlines() == [
+        "usage: pretrain_gpt.py [FLAG ...]; --help lists all flags",
+        "pretrain_gpt.py: error: unrecognized arguments: --tensor-model-paralel-size 2",
+        hint,
+    ]
+    assert hint in (tmp_path / "error.json").read_text()  # torchrun's root cause
 
 
 class _Everything:

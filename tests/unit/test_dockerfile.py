@@ -51,6 +51,18 @@ def test_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
+def test_pages_name_the_cores_that_the_extra_installs() -> None:
+    """On Python 3.12 it is a newer one than on those before."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    new, old = re.findall(r'"megatron-core==([\d.]+); python_version', project)
+    for page in ("how-to/containers.md", "reference/versions.md", "tutorials/quick-start-cpu.md"):
+        text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+        [said] = re.findall(
+            r"(?:contains|installs|# with) megatron-core (.*?(?:otherwise|older|below Python))", text
+        )
+        assert set(re.findall(r"\b\d\.\d+\.\d+\b", said)) == {new, old}, page
+
+
 def test_what_is_copied_installs(tmp_path: Path) -> None:
     place = tmp_path / "context"
     place.mkdir()

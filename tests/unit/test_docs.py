@@ -110,9 +110,9 @@ def test_the_page_lists_every_patch(name, page):
 @pytest.mark.parametrize(
     "script",
     (
-        "addresses bench_page benchmark_tables convergence_page equal_numbers_page gpu_page house_page "
-        "known_bugs machines_page main_numbers_page operation_table pretrain_flags rooms simulator_kernels "
-        "stock_flags switch_table"
+        "addresses bench_page benchmark_tables command_flags convergence_page equal_numbers_page gpu_page "
+        "house_page known_bugs machines_page main_numbers_page operation_table pretrain_flags rooms "
+        "simulator_kernels stock_flags switch_table"
     ).split(),
 )
 def test_the_generated_page_is_up_to_date(script):
@@ -296,3 +296,12 @@ def test_the_worked_operation_runs(tmp_path):
     script.write_text(block["text"] + CHECKED_OPERATION)
     done = warm.run([sys.executable, str(script)], env=tiny.environment(), capture_output=True, text=True)
     assert done.stdout == "to the end\n", done.stderr
+
+
+def test_the_table_of_tests_names_every_folder() -> None:
+    page = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([\w/.]+)` \|", page.partition("| in `tests/` |")[2], re.M))
+    tests = ROOT / "tests"
+    assert [name for name in named if not (tests / name).exists()] == []
+    folders = {path.name for path in tests.iterdir() if (path / "__init__.py").exists()}
+    assert folders - {name.partition("/")[0] for name in named} == set()

@@ -9,6 +9,7 @@ import pytest
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.options import hccl_buffers
+from megatron_npu.options.hccl_messages import MessageSizes
 
 LLAMA_8B = {
     "hccl_group_buffer_adaptive": True,
@@ -65,7 +66,7 @@ STATES = 8192 * 4096 * 2
     ],
 )
 def test_largest_message(others, group, expected):
-    assert hccl_buffers.largest_messages(Namespace(**(LLAMA_8B | others))).get(group) == expected
+    assert MessageSizes.of(Namespace(**(LLAMA_8B | others))).largest().get(group) == expected
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,22 @@ def test_help_ends_with_examples_and_has_exit_codes(name, capsys):
     assert EXIT_CODES in text or re.search(r"exit code: 0", text)
 
 
+@pytest.mark.parametrize("name", [*cli.COMMANDS, "patches list", "patches check", "patches pin"])
+def test_a_description_says_what_the_command_does(name, parsers):
+    parser = parsers(*name.split())
+    assert parser.description[:1].isupper(), parser.description
+    assert not parser.description.startswith(("The flags", "Run list"))
+    assert f"megatron-npu {name}:" not in parser.description
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_placeholder_is_short_and_does_not_repeat_the_flag(name, parsers):
+    for action in parsers(name)._actions:
+        if action.option_strings and action.nargs != 0 and not action.choices:
+            assert action.metavar or "_" not in arg_parser.metavar_of(action), action.option_strings
+            assert "Default:" not in (action.help or ""), action.option_strings
+
+
 def test_a_keyword_finds_flags_by_name_help_and_group(capsys):
     for keyword, there in (
         ("optimizer", ["--adam-beta1", "--use-distributed-optimizer"]),  # a group and a name

@@ -97,9 +97,26 @@ def test_a_report_says_the_rank_that_does_not_fit() -> None:
     assert "does not fit: rank 4 needs 7.0 MiB of 6.0 MiB" in lines
     assert any("tensor_model_parallel_group" in line and "within a machine" in line for line in lines)
     assert not any("data_parallel_group" in line for line in lines)
+    assert sum(line.endswith("  forward") for line in lines) == 2  # where the peak of each kind is
+    assert any("on rank 4: 1 x 2 x 512.0 KiB (HCCL_BUFFSIZE" in line for line in lines)
+    on_cuda = Plan(job(LAYOUT), "cuda", 6 * MIB, 8, rows).lines()
+    assert any("NCCL's communicators (1 with traffic on rank 4; NCCL_BUFFSIZE" in line for line in on_cuda)
     told = json.loads(json.dumps(plan.to_json()))
     assert told["fits"] is False
     assert [row["reserved"] for row in told["ranks"]] == [6 * MIB, 6 * MIB]
+
+
+def test_a_long_report_leaves_out_the_kinds_that_need_least() -> None:
+    found = {"weights": MIB, "gradients": MIB, "optimizer": MIB, "logits": 0, "peak": 5 * MIB, "updates": 2}
+    found |= {"place": "forward", "code": 0, "error": None, "asked": {f"x.py:{line}": 1 for line in range(9)}}
+    group = {"ranks": 2, "buffer": MIB, "calls": 3, "bytes": 9}
+    found["groups"] = {f"GROUP {number}": group for number in range(30)}
+    rows = [Row(rank, 0, 1, found | {"reserved": rank * MIB}, fits=True) for rank in range(64)]
+    lines = Plan(job(f"{LAYOUT} --global-batch-size 4096", 64), "npu", 90 << 30, 8, rows).lines()
+    assert len(lines) == 40
+    shown = [line for line in lines if line.endswith("  forward")]
+    assert shown[-1].split()[0] == "63"
+    assert f"  and {64 - len(shown)} kinds of ranks that need less (listed with --json FILE)" in lines
 
 
 def test_sizes_are_rounded_and_segments_taken_as_the_allocator_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -193,3 +194,59 @@ def test_a_misspelt_script_gets_the_nearest_one(tree: Path, given: str, told: st
     assert f"the script {tree / given} does not exist, or is not a file. {expected}" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("imported", "told"),
+    [
+        ("gpt_builders", "Clone https://github.com/NVIDIA/Megatron-LM at the script's version, and set"),
+        ("megatron.training", "is in a Megatron-LM checkout, not in the package megatron-core"),
+        ("mindspeed.megatron_adaptor", "Remove this import from the script; nothing takes its place"),
+    ],
+)
+def test_a_script_that_misses_what_only_a_checkout_has_is_told_in_one_line(
+    tmp_path: Path, imported: str, told: str
+) -> None:
+    done = _run_without_megatron(script_in(tmp_path, "alone.py", f"import {imported}"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_a_python_without_torch_is_told_in_one_line(tmp_path: Path) -> None:
+    script = script_in(tmp_path, "alone.py", "import torch")
+    hidden = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    script_in(tmp_path, "hidden/torch/__init__.py", hidden)
+    done = _run_without_megatron(script, PYTHONPATH=f"{tmp_path / 'hidden'}:{ROOT}")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "alone.py imports torch, which is not installed. Install the build for your device (README, "
+        "section Which torch).\n"
+    )
+
+
+def test_an_absent_module_of_the_script_s_own_keeps_its_traceback(tmp_path: Path) -> None:
+    done = _run_without_megatron(script_in(tmp_path, "alone.py", "import no_such_module"))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'no_such_module'\n")
+
+
+def test_a_megatron_path_without_megatron_is_not_passed_over(tree: Path, tmp_path: Path) -> None:
+    script = script_in(tree, "pretrain_gpt.py", "print('runs')")
+    for folder, told in (
+        (tmp_path / "absent", "(MEGATRON_LM_PATH) does not exist"),
+        (tmp_path, "there is no Megatron in"),
+    ):
+        done = _run_without_megatron(script, MEGATRON_LM_PATH=str(folder))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told in done.stderr
+    assert _run_without_megatron(script, MEGATRON_LM_PATH=str(tree)).stdout == "runs\n"
+
+
+def _run_without_megatron(script: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script where no checkout is on the path, but for those in ``variables``."""
+    environment = {name: text for name, text in os.environ.items() if name != "MEGATRON_LM_PATH"}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "megatron_npu", "run", str(script)]
+    return processes.run(command, env=environment, capture_output=True, text=True)

@@ -43,6 +43,13 @@ def test_links_of_the_site_stay_in_it(pages):
                 assert pages.resolve() in file.parents, f"{page.relative_to(pages)} links to {target}"
 
 
+def test_style_sheets_that_the_site_names_are_in_it(pages):
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    sheets = re.findall(r"- (\S+)", "".join(re.findall(r"^extra_css:\n((?:  - \S+\n)+)", settings, re.M)))
+    assert sheets
+    assert [sheet for sheet in sheets if not (pages / sheet).is_file()] == []
+
+
 def test_a_link_to_code_becomes_text(site, tmp_path):
     page = tmp_path / "docs" / "how-to" / "page.md"
     page.parent.mkdir(parents=True)

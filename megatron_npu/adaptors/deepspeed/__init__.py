@@ -1,1 +1,1 @@
-"""Adaptors for the two Megatron-DeepSpeed trees: one folder for each tree, and shared code."""
+"""Adaptors for the two Megatron-DeepSpeed checkouts: one folder for each, and shared code."""

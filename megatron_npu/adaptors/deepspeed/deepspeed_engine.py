@@ -14,7 +14,7 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, mpu: str) -> None:
-    """Record patches for the code with which a Megatron-DeepSpeed tree builds its engine.
+    """Record patches for the code with which a Megatron-DeepSpeed checkout builds its engine.
 
     Args:
         recorder: the checkout's recorder.
@@ -88,7 +88,7 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Make only the pipeline, and not the hook, measure the time of this stage's backward pass.
+    """Make only the pipeline, and not DeepSpeed's hook, time this stage's backward pass.
 
     With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
@@ -123,7 +123,7 @@ def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
 
 
 def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
-    """Return True if this process counts the parameter in the norm; exactly one of its replicas must."""
+    """Return True if this process counts the parameter in the norm, which only one of its replicas may do."""
     split = getattr(parameter, "tensor_model_parallel", False)
     of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
     return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)

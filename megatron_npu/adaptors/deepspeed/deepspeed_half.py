@@ -45,7 +45,7 @@ def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any
 
 
 def multiply_the_loss(engine: Any) -> None:
-    """Make an engine's backward pass multiply the loss by the loss scale if DeepSpeed's own does not.
+    """Make an engine's backward pass multiply the loss by the loss scale if DeepSpeed does not do so itself.
 
     Args:
         engine: DeepSpeed's engine; it is left unchanged if it does not train in fp16 or if it uses ZeRO.
@@ -56,7 +56,7 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make an engine that loads weights without an optimizer step start from the loaded weights.
+    """Make an engine that loads weights but no optimizer state train from the loaded weights.
 
     DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
     Otherwise, the first step reverts to the weights with which the model was built.

@@ -1,4 +1,4 @@
-"""Flags and start-up shared by the Megatron trees that train with DeepSpeed's engine."""
+"""Flags and start-up shared by the Megatron checkouts that train with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HIGHEST_STAGE_OF_A_PIPELINE = 1  # DeepSpeed 0.19.8, PipelineEngine.__init__
 
 
 def connect_start(recorder: Recorder) -> None:
-    """Record the patches that an old tree and DeepSpeed need at start-up.
+    """Record the patches that an old checkout and DeepSpeed need at start-up.
 
     Args:
         recorder: the checkout's recorder.
@@ -97,7 +97,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
+        """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
         from megatron import get_args
 
         given = get_args()

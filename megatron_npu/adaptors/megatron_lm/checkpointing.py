@@ -32,7 +32,7 @@ around(
     "code 0; torch.load up to 2.5 executes any code in the file",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-    """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
+    """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
     from megatron.model import enums
 
     with data_only(load_dir, enums.ModelType):

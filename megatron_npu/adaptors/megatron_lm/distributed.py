@@ -11,7 +11,7 @@ from megatron_npu.adaptors.shared import gradients
 
 @around("megatron.model.distributed:DistributedDataParallel._make_param_hook", why=gradients.WHY)
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Defer vector gradients, which need little memory, to the end of the pass; add only rows to tables."""
+    """Add vector gradients at the end of the backward pass, and to tables only the rows that were read."""
     if param.dim() != 1:
         gradients.may_take_rows(param)
         return original(self, param)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from megatron_npu.base.flag_names import instead_of
+from megatron_npu.base.errors import either
+from megatron_npu.base.flag_names import instead_of, nearest
 from megatron_npu.options import attention_flags
 from megatron_npu.patching.registry import Recorder
+from megatron_npu.process import launcher_report
 
 WHY_FLAGS = "--pre-tockens, --next-tockens and --shape-order of the fused attention"
 
@@ -27,17 +29,30 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
 
 
 def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the parser's message about unknown flags name the flags that replace MindSpeed's here."""
+    """Let the parser's message about an unknown flag name what replaces it here, or the nearest flags.
+
+    The error is printed without the list of all flags, which has hundreds of lines, and torchrun repeats it.
+    """
     report = parser.error
 
     def error(message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        for flag in (word.partition("=")[0] for word in unknown):
-            instead = instead_of(flag, parser._option_string_actions)
-            message += f"\nmegatron_npu: {flag}: use {instead}." if instead else ""
+        for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
+            message += _hint(flag, parser._option_string_actions)
+        parser.usage = "%(prog)s [FLAG ...]; --help lists all flags"
+        launcher_report.tell(f"{parser.prog}: error: {message}")
         report(message)
 
     parser.error = error  # type: ignore[method-assign]  # upstream creates the parser, so it has no class of ours
+
+
+def _hint(flag: str, known: Collection[str]) -> str:
+    """Return a line about an unknown flag, or "" if no known flag is like it."""
+    instead = instead_of(flag, known)
+    if instead:
+        return f"\nmegatron_npu: {flag}: use {instead}."
+    near = nearest(flag, known)
+    return f"\nmegatron_npu: {flag}: did you mean {either(near)}?" if near else ""
 
 
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_npu.base import files
+from megatron_npu.base import digits, files
 from megatron_npu.checkpoint_files import checksums, disks, shared_folder, trackers
 from megatron_npu.options.shared_flags import add_shared
 
@@ -42,7 +42,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the checksum and saving flags that all trees have in common."""
+    """Add the checksum and saving flags that all checkouts have in common."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
@@ -213,4 +213,5 @@ def of_tracker(root: str | Path) -> Path | None:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
     if text == RELEASE:
         return folder(root, 0, release=True)
-    return folder(root, int(text)) if text.isdecimal() else None
+    number = digits.number(text)
+    return None if number is None else folder(root, number)

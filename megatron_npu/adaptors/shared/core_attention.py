@@ -18,7 +18,7 @@ _WHY_SOFTMAX = "upstream's kernels are CUDA extensions, which it compiles at sta
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the core attention of a tree with ``CoreAttention`` in ``megatron/model/transformer.py``.
+    """Record the core attention of a checkout with ``CoreAttention`` in ``megatron/model/transformer.py``.
 
     The softmax is recorded too, for attention that does not use it.
 

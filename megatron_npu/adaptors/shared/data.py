@@ -1,4 +1,4 @@
-"""Patches for ``megatron.data`` of the older trees: index files that are built without a compiler.
+"""Patches for ``megatron.data`` of the older checkouts: index files that are built without a compiler.
 
 Index files are read without pickle. Dataset files are private to their user and group.
 """

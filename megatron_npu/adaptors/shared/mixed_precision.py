@@ -1,4 +1,4 @@
-"""Support for 16-bit training in older trees: conversions of inputs and outputs, and the overflow flag."""
+"""Support for 16-bit training in older checkouts: conversion of inputs and outputs, overflow flag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = (
 
 
 def connect(recorder: Recorder, optimizer: str) -> None:
-    """Record all patches of this module for a tree with ``megatron/schedules.py``.
+    """Record all patches of this module for a checkout with ``megatron/schedules.py``.
 
     Args:
         recorder: the checkout's recorder.

@@ -23,7 +23,7 @@ OTHER_DEVICE = (
 
 
 def connect(recorder: Recorder, module: str) -> None:
-    """Record a patch that makes an older tree set the generator's state immediately.
+    """Record a patch that makes an older checkout set the generator's state immediately.
 
     Args:
         recorder: the checkout's recorder.

@@ -27,7 +27,7 @@ def refuse_in_one_line(
     *,
     flags: str = "opt_param-scheduler",
 ) -> float:
-    """Report upstream's comparison of schedules as a short error that names the flags that decide.
+    """Turn upstream's error about different schedules into a short one that names the flags to use.
 
     Args:
         original: upstream's ``_check_and_set``.

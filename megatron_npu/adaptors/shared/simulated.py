@@ -16,7 +16,7 @@ WHY_BOARD = (
 
 
 def connect_old_tree(recorder: Recorder, line: str) -> None:
-    """Record both patches of this module for a tree with ``megatron/global_vars.py``.
+    """Record both patches of this module for a checkout with ``megatron/global_vars.py``.
 
     Args:
         recorder: the checkout's recorder.

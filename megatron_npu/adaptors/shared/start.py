@@ -75,7 +75,7 @@ def _hold_save_folder(args: Any) -> None:
 
 
 def connect_old_tree(recorder: Recorder) -> None:
-    """Record the patches that trees with ``megatron/initialize.py`` require at start-up.
+    """Record the patches that checkouts with ``megatron/initialize.py`` require at start-up.
 
     The functions in these files are similar across the trees.
 

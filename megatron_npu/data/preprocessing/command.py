@@ -1,4 +1,4 @@
-"""``megatron-npu preprocess``: text to Megatron's ``.bin`` and ``.idx``."""
+"""``megatron-npu preprocess``: convert text to Megatron's ``.bin`` and ``.idx`` files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,12 @@ def _add_shape(add: flags.Add) -> None:
     add("--split-sentences", action="store_true", help="store each sentence as a sequence, for BERT and T5")
     add("--keep-newlines", action="store_true", help="keep the whitespace that follows each sentence")
     add("--lang", default="english", metavar="LANGUAGE", help="language of the sentence splitter")
-    add("--seq-length", type=positive, metavar="TOKENS", help="split documents into windows of N tokens")
+    add(
+        "--seq-length",
+        type=positive,
+        metavar="TOKENS",
+        help="number of tokens in a window of a document",
+    )
     add(
         "--stride",
         type=positive,

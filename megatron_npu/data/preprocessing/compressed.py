@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from megatron_npu.base.errors import UsageError
 
+MOST_BYTES = 1 << 30  # of one document in a compressed file
 ENDINGS = (".gz", ".xz", ".bz2", ".zst")
 
 
@@ -49,6 +50,26 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
             )
         return zstd.ZstdFile(raw)
     return raw
+
+
+def require_plausible(path: str, size: int) -> None:
+    """Check the size of one document of a compressed file.
+
+    A few megabytes can decompress to more than a machine's memory, in which a document must fit.
+
+    Args:
+        path: the name of the file.
+        size: the number of decompressed bytes of the document so far.
+
+    Raises:
+        UsageError: the file is compressed, and the document is too large.
+    """
+    if size > MOST_BYTES and Path(path).suffix in ENDINGS:
+        raise UsageError(
+            f"--input {path} contains a document of over {MOST_BYTES:,} bytes after decompression, but a "
+            "document must be smaller, because it must fit into memory several times. Check where the file "
+            "is from; decompress it first if it is really this large."
+        )
 
 
 def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> bytes:

@@ -106,7 +106,7 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
 
 
 def _read(path: Path) -> dict[str, Sums]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(files.text(path))
     if (content["algorithm"], content["block"]) != (ALGORITHM, BLOCK):
         raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     return {name: content["files"][name] for name in ("idx", "bin")}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import compressed
 from megatron_npu.data.preprocessing.compressed import decompressed, read
 
 BATCH_BYTES = 256 * 1024
@@ -44,15 +45,17 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
     Raises:
         UsageError: the file cannot be read or decompressed.
     """
-    line, rest, before = 1, [], 0
+    line, rest, held, before = 1, [], 0, 0
     with open(path, "rb") as raw, decompressed(path, raw) as stream:
         while block := read(stream, path, size):
             head, newline, tail = block.rpartition(b"\n")
             if not newline:
                 rest.append(block)
+                held += len(block)
+                compressed.require_plausible(path, held)
                 continue
             text = b"".join([*rest, head, newline])
-            rest, position = [tail], raw.tell()
+            rest, held, position = [tail], len(tail), raw.tell()
             yield Batch(path, line, text, position - before)
             line, before = line + text.count(b"\n"), position
         if text := b"".join(rest):

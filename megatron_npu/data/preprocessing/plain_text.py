@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data.preprocessing import compressed
 from megatron_npu.data.preprocessing.compressed import decompressed, plain_name, read
 from megatron_npu.data.preprocessing.jsonl import Batch
 
@@ -40,7 +41,10 @@ def batch(path: str, key: str) -> Batch:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.
     """
     with open(path, "rb") as raw:
-        content = read(decompressed(path, raw), path)
+        stream = decompressed(path, raw)
+        content = read(stream, path, compressed.MOST_BYTES + 1)
+        compressed.require_plausible(path, len(content))
+        content += read(stream, path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

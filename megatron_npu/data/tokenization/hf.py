@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import unicode_text
 
@@ -131,7 +132,7 @@ def special_token(folder: Path, role: str) -> str | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file does not exist."""
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = json.loads(files.text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 
 _SHOWN = 60  # characters of a text in a message
@@ -38,14 +39,15 @@ class NullTokenizer:
             UsageError: a word is not an id.
         """
         words = text.split()
-        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+        ids = [digits.number(word) for word in words]
+        if not all(number is not None and number < self.vocab_size for number in ids):
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             raise UsageError(
                 f"the text must consist of numbers from 0 to {self.vocab_size - 1}, because the "
                 f"NullTokenizer reads only ids, but got {shown!r}",
                 remedy="Pass ids, for example 5 17 3.",
             )
-        return [int(word) for word in words]
+        return [number for number in ids if number is not None]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids as text."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.redirect import callers
 
@@ -22,11 +23,36 @@ _PROBES = {
     "current_device": callers.GENERATE_CODE,
     "_lazy_init": callers.START_CUDA,
 }
+# Names that every run of Megatron uses, and that raise an error in a torch without CUDA.
+_REQUIRED = (
+    "Event",
+    "current_device",
+    "device_count",
+    "get_rng_state",
+    "is_available",
+    "manual_seed",
+    "max_memory_allocated",
+    "set_device",
+    "set_rng_state",
+    "synchronize",
+)
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements in ``device.cuda_namespace``."""
-    for path, value in device.cuda_namespace().items():
+    """Yield the replacements in ``device.cuda_namespace``.
+
+    Raises:
+        UsageError: it lacks a name without which no run can start.
+    """
+    names = device.cuda_namespace()
+    missing = [name for name in _REQUIRED if name not in names]
+    if missing:
+        raise UsageError(
+            f"{type(device).__name__}.cuda_namespace() must have a replacement for each name of torch.cuda "
+            f"that Megatron uses, but it lacks {', '.join(missing)}",
+            remedy="Add them; docs/contributing/adding-a-device.md describes this method.",
+        )
+    for path, value in names.items():
         *parents, name = path.split(".")
         owner = functools.reduce(getattr, parents, torch.cuda)
         if name in _PROBES:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data.parts import Parts
 from megatron_npu.finetune.rapidformer.state import get_logger
@@ -221,7 +222,7 @@ def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int],
     """
     least, count = min(trained), max(trained) + 1
     if {str(label) for label in trained} <= set(own):
-        known = [int(name) for name in own if name.isdecimal()]
+        known = [number for number in map(digits.number, own) if number is not None]
         if len(known) == len(own):
             return known, list(own)
     if count > len(own) and count - least == len(trained):

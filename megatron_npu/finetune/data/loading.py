@@ -240,7 +240,7 @@ class Batch(dict[Any, Any]):
 
 
 def _is_here(device: Any) -> bool:
-    """Return True if "cuda" is requested on a machine without a GPU, by a script written for GPUs."""
+    """Return True if a script written for GPUs requests "cuda" on a machine without a GPU."""
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 

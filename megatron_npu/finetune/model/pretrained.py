@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import stranger_weights
 from megatron_npu.safe_files import safe_load
@@ -252,7 +253,7 @@ def _require_own_shards(name: str, index: Path) -> None:
         UsageError: a weight file is in another folder, or the given file is not an index.
     """
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(json.loads(files.text(index))["weight_map"].values())
         stranger = next((shard for shard in shards if Path(shard).name != shard), None)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise _refused(name, f"{index.name} is not a valid index of weight files") from error

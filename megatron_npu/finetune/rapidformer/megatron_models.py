@@ -86,8 +86,7 @@ def session(template: PreTrainer) -> Iterator[None]:
             f"model. Add {flag}."
         )
     run = state.current()
-    asked = driver_flags(args)
-    asked.calculate_per_token_loss = template.counts_labels()
+    asked = driver_flags(args, calculate_per_token_loss=template.counts_labels())
     run.driver = validation.check(asked, data_check=_check_tokenizer)
     try:
         with initialize.session(run.driver):
@@ -96,19 +95,20 @@ def session(template: PreTrainer) -> Iterator[None]:
         run.driver = None
 
 
-def driver_flags(args: Namespace) -> Namespace:
+def driver_flags(args: Namespace, **others: object) -> Namespace:
     """Convert the flags of ``train`` to the built-in trainer's flags, which have the same names.
 
     Args:
         args: the flags of ``train``, including its ranks.
+        others: values of the trainer's flags that ``train`` has no flag for.
     """
     required = [word for name in _MODEL for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     batch = ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", str(args.train_iters)]
-    result = arguments.parse([*required, *batch])
-    for name in vars(result).keys() & vars(args).keys() - {"data_path", "epochs"}:
-        setattr(result, name, getattr(args, name))
-    result.dist_ckpt_optim_fully_reshardable = True  # a template's checkpoints go on in any layout
-    return result
+    defaults = vars(arguments.parse([*required, *batch]))
+    shared = defaults.keys() & vars(args).keys() - {"data_path", "epochs"}
+    given = {name: getattr(args, name) for name in shared}
+    reshardable = {"dist_ckpt_optim_fully_reshardable": True}  # a template's checkpoints go on in any layout
+    return Namespace(**{**defaults, **given, **reshardable, **others})
 
 
 def _check_tokenizer(args: Namespace) -> None:

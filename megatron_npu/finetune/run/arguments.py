@@ -54,10 +54,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags' values, with derived values and the rank's environment.
-
-    Additional values: ``rank``, ``local_rank`` and ``world_size`` of this process; ``dataset_path`` and
-    ``dataset_name``, which the document's scripts read.
+    """Return the flags' values, with derived values: ``dataset_path`` and ``dataset_name``, which the
+    document's scripts read. ``with_ranks`` adds those that depend on the process.
 
     Raises:
         UsageError: a flag is unknown or missing, a value has the wrong type, or two flags are mutually
@@ -75,13 +73,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
-    """Set this process's ranks in ``args``, and check that they divide the batch.
+def with_ranks(args: argparse.Namespace, place: ranks.Ranks) -> argparse.Namespace:
+    """Return the flags with this process's ranks and the sizes that follow from them.
 
     Raises:
         UsageError: the number of ranks does not divide the batch.
     """
-    args.rank, args.local_rank, args.world_size = place.rank, place.local_rank, place.world_size
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if place.world_size % model_parallel:
         raise UsageError(
@@ -90,17 +87,24 @@ def set_ranks(args: argparse.Namespace, place: ranks.Ranks) -> None:
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}, but it is "
             f"{place.world_size}. Change it with --nproc-per-node."
         )
-    args.data_parallel_size = place.world_size // model_parallel
-    together = args.micro_batch_size * args.data_parallel_size
-    if args.global_batch_size is None:
-        args.global_batch_size = together
-    if args.global_batch_size % together:
+    data_parallel = place.world_size // model_parallel
+    together = args.micro_batch_size * data_parallel
+    batch = together if args.global_batch_size is None else args.global_batch_size
+    if batch % together:
         raise UsageError(
             f"--global-batch-size must be a multiple of --micro-batch-size {args.micro_batch_size} x "
-            f"{args.data_parallel_size} data-parallel ranks = {together}, but got {args.global_batch_size}. "
+            f"{data_parallel} data-parallel ranks = {together}, but got {batch}. "
             "Change one of the two flags, or the number of processes (--nproc-per-node)."
         )
-    args.num_microbatches = args.global_batch_size // together
+    found = {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "world_size": place.world_size,
+        "data_parallel_size": data_parallel,
+        "global_batch_size": batch,
+        "num_microbatches": batch // together,
+    }
+    return argparse.Namespace(**{**vars(args), **found})
 
 
 def _derive(args: argparse.Namespace) -> None:

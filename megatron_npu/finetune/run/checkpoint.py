@@ -146,7 +146,7 @@ def _description(place: Path) -> dict[str, Any]:
     """
     path = place / DESCRIPTION
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.text(path))
         checkpoint_description.require_known_format(path, found)
         if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
             raise ValueError("it does not describe a run")

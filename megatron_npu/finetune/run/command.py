@@ -25,13 +25,12 @@ def main(argv: Sequence[str]) -> int:
     args = arguments.parse(argv)
     if not ranks.launched():
         local = launch.local_processes(args)
-        arguments.set_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
-        if args.world_size > 1:
-            _refuse(args)
+        together = arguments.with_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
+        if together.world_size > 1:
+            _supported(together)
             return launch.start(argv, local)
     ranks.require_as_many(args.nproc_per_node)
-    arguments.set_ranks(args, ranks.of_this_process())
-    return _run(args)
+    return _run(arguments.with_ranks(args, ranks.of_this_process()))
 
 
 def _run(args: Namespace) -> int:
@@ -56,12 +55,12 @@ def train(args: Namespace) -> None:
     """Train as specified by the flags in this process, which is one of the ranks.
 
     Args:
-        args: the result of ``arguments.parse``, with the ranks set by ``arguments.set_ranks``.
+        args: the result of ``arguments.parse``, with the ranks from ``arguments.with_ranks``.
 
     Raises:
         UsageError: the input is invalid.
     """
-    _refuse(args, tells=args.rank == 0)
+    args = _supported(args, tells=args.rank == 0)
     output.places(args)
     from megatron_npu.finetune.rapidformer import engine, state, user_script
     from megatron_npu.finetune.run import checkpoint
@@ -90,12 +89,15 @@ def train(args: Namespace) -> None:
         state.set_args(None)
 
 
-def _refuse(args: Namespace, *, tells: bool = False) -> None:
-    """Reject combinations of switches that are not supported, before anything is loaded.
+def _supported(args: Namespace, *, tells: bool = False) -> Namespace:
+    """Return the flags, in which a switch that has an equivalent on this device is replaced with it.
 
     Args:
-        args: the flags; a switch that has an equivalent on this device is replaced with the equivalent.
+        args: the flags.
         tells: whether to print such replacements.
+
+    Raises:
+        UsageError: a combination of switches is not supported.
     """
     device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
     if not args.user_script:
@@ -103,7 +105,6 @@ def _refuse(args: Namespace, *, tells: bool = False) -> None:
     else:  # no model but Megatron's is cut
         place = Place("megatron" if cut else "user", device, cut, alone)
     switches, line = meant(Switches.from_args(args), place)
-    args.graph_optimization, args.fused_ops = switches.graph_optimization, switches.fused_ops
     if line and tells:
         print(f"megatron_npu: {line}", flush=True)
     refuse(switches, place)
@@ -113,3 +114,5 @@ def _refuse(args: Namespace, *, tells: bool = False) -> None:
             "because with this sharding each rank has a different part of every weight and there are no "
             "replicas to compare. Remove it, or use --zero-1-memory-optimization."
         )
+    meant_here = {"graph_optimization": switches.graph_optimization, "fused_ops": switches.fused_ops}
+    return Namespace(**{**vars(args), **meant_here})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from megatron_npu.base import digits
 from megatron_npu.base.errors import UsageError
 
 
@@ -60,8 +61,9 @@ def from_environment(name: str, default: int, *, least: int = 0, most: int | Non
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+    number = digits.number(text)
+    if number is None or number < least or (most is not None and number > most):
         open_ended = "a positive integer" if least else "a non-negative integer"
         expected = open_ended if most is None else f"an integer from {least} to {most}"
         raise UsageError(f"{name} must be {expected}, but got {text}. Correct it, or unset {name}.")
-    return int(text)
+    return number

@@ -134,7 +134,7 @@ def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
     """Check that the sequences cover the tokens.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a length is negative, or the lengths do not sum up to the numbers of tokens.
     """
     if min((*packed.query_lengths, *packed.key_lengths), default=0) < 0:
         raise ValueError("the lengths in packed must not be negative")

@@ -58,7 +58,7 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 
 
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if tiles are faster where both work; torch's kernel computes a few queries over a cache.
+    """Return True if our tiles are faster than torch's kernel, which is never the case for a few queries.
 
     For bf16, tiles are faster on processors that multiply it without AMX, where torch 2.13's kernel takes 1.9
     to 2.9 times as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise

@@ -95,7 +95,7 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Return the same as ``plan_call``, but from shapes in the layout of ``spec``, dtype and packages."""
+    """Return the kernel as ``plan_call`` does, given shapes in the layout of ``spec``, dtype and packages."""
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)

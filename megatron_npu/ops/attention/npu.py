@@ -63,7 +63,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """Return the same as ``plan_call``, but from the shapes and the dtype."""
+    """Return the call as ``plan_call`` does, given only the shapes and the dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode

@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Return the same as ``reference.unfused``, with ``sink`` ``[n]`` among the scores of each query."""
+    """Compute ``reference.unfused`` with ``sink`` ``[n]`` among the scores of each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -119,7 +119,7 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """Return the same as ``npu.plan_call``: the operation accepts a sink in every call that it supports."""
+    """Return the call as ``npu.plan_call`` does, because a sink adds no limits."""
     return npu.plan_call(query, key, value, spec, mask)
 
 

@@ -43,7 +43,7 @@ def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
     """Replace values with ``exp(values - reference)``, and add the row sums to ``sums``, unrounded.
 
     Args:
-        values: ``[n, m]``, usable; changed in place.
+        values: ``[n, m]``, for which ``usable`` is True; changed in place.
         reference: ``[n]``, fp32, contiguous.
         sums: like ``reference``.
     """
@@ -54,7 +54,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
     """Return ``gelu(input + bias)`` (tanh form), and its derivative or None.
 
     Args:
-        input: ``[..., h]``, usable; so are the results.
+        input: ``[..., h]``, ``usable``, as the results are.
         bias: ``[h]``, of any float dtype, or None.
         with_slope: whether to return the derivative.
     """
@@ -82,7 +82,7 @@ def norm_backward(
     """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``, the last two in fp32.
 
     Args:
-        grad: gradient of the output, ``[n, h]``, usable.
+        grad: gradient of the output, ``[n, h]``, for which ``usable`` is True.
         input: like ``grad``.
         mean: mean of each row, ``[n, 1]``, fp32; None for an RMS norm, which has no bias.
         rstd: like ``mean``.
@@ -113,9 +113,9 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept 
     """Write the softmax over the last dimension to ``rounded`` and, unrounded, to ``weights``.
 
     Args:
-        scores: ``[..., m]``, fp32, usable.
+        scores: ``[..., m]``, fp32, for which ``usable`` is True.
         weights: like ``scores``, or ``scores`` itself; None if they are not needed.
-        rounded: a tensor of the same shape, bf16, usable.
+        rounded: a tensor of the same shape, bf16, for which ``usable`` is True.
         kept: the values that ``rounded`` keeps; the others are set to 0. None means all values.
     """
     abi.softmax(scores, weights, rounded, *_EVERYTHING if kept is None else kept)
@@ -125,9 +125,9 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
     """Write the gradient of the scores to ``rounded``, in bf16.
 
     Args:
-        grad: gradient of the ``rounded`` that ``softmax`` wrote, ``[..., m]``, fp32, usable.
+        grad: gradient of ``softmax``'s ``rounded``, ``[..., m]``, fp32, for which ``usable`` is True.
         weights: as ``softmax`` wrote them.
-        rounded: of the same shape, bf16, usable.
+        rounded: of the same shape, bf16, for which ``usable`` is True.
         kept: as in ``softmax``.
     """
     abi.softmax_backward(grad, weights, rounded, *_EVERYTHING if kept is None else kept)

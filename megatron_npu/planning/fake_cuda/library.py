@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import cache, site
 
 SOURCE = Path(__file__).with_name("hooks.cpp")
@@ -34,22 +35,34 @@ def load() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch = site.torch_directory() / "lib"
     ctypes.CDLL(str(torch / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(built()))
+    cache.load(built())
 
 
 def built() -> Path:
-    """Return the path of the library, compiling it first if the source or torch has changed."""
+    """Return the path of the library, compiling it first if the source or torch has changed.
+
+    Raises:
+        UsageError: the compiler fails, or another user can write to the cache.
+    """
     version = site.version_of(site.torch_directory())
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
-    return cache.prepared(f"fake-cuda-{key}", _build) / "hooks.so"
+    return cache.prepared_libraries(f"fake-cuda-{key}", _build) / "hooks.so"
 
 
 def _build(folder: Path) -> None:
     torch = site.torch_directory()
-    subprocess.run(
+    done = subprocess.run(
         [
             *("g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}", str(SOURCE)),
             *("-o", str(folder / "hooks.so"), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"),
         ],
-        check=True,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-200:]]
+        raise UsageError(
+            f"g++ cannot compile the fake CUDA: {errors[0].strip()}. g++ 11 or newer is required. Install a "
+            "newer compiler, or free some space if the disk is full."
+        )

@@ -25,7 +25,10 @@ from megatron_npu.process import python_child
 
 _WAITING = 0.05  # seconds between two looks for forks that have ended
 _IMPORTS = {"pretrain": "megatron_npu.pretrain.run.pretrain", "train": "megatron_npu.finetune.run.command"}
-_OF_RANKS = ("before_training", "notes", "npu", "peers", "routing", "stage_shapes", "uneven_shards")
+_OF_RANKS = (
+    *("batches", "before_training", "notes", "npu", "peers", "routing", "stage_shapes"),
+    "uneven_shards",
+)
 
 
 def main(device: str, descriptor: str, *start: str) -> int:

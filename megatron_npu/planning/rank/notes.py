@@ -151,7 +151,7 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the bytes of the storages that are in none of the sets ``without``."""
+        """Return the number of bytes of the storages that are in none of the sets ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 

@@ -75,14 +75,23 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Apply a specification inside the block: absent peers, an end before training, and a routing."""
-    from megatron_npu.planning.rank import before_training, peers, routing, stage_shapes, uneven_shards
+    """Apply a specification inside the block: absent peers and their batches, an early end, a routing."""
+    from megatron_npu.planning.rank import (
+        batches,
+        before_training,
+        peers,
+        routing,
+        stage_shapes,
+        uneven_shards,
+    )
 
     with contextlib.ExitStack() as stack:
         if specification["alone"]:
             stack.enter_context(peers.absent(peers.of_npu))
             stack.enter_context(stage_shapes.nominal())
             stack.enter_context(uneven_shards.unchecked())
+            if specification.get("batches"):
+                stack.enter_context(batches.exchanged(Path(specification["batches"])))
         if specification.get("check"):
             stack.enter_context(before_training.stopping())
         if specification.get("imbalance") is not None:

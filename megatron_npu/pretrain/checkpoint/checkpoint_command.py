@@ -160,7 +160,7 @@ def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
     """
     description = path / checkpoint_files.DESCRIPTION_OF_TRAIN
     try:
-        found = json.loads(description.read_text(encoding="utf-8"))
+        found = json.loads(files.text(description))
         checkpoint_description.require_known_format(description, found)
         iteration, arguments = int(found["iteration"]), dict(found["arguments"])
         samples = iteration * int(arguments.get("global_batch_size") or 0)

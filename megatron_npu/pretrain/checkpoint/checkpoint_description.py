@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import digits, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
@@ -82,7 +82,7 @@ def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
 def _read(path: Path) -> CheckpointInfo:
     description = path / checkpoint_files.DESCRIPTION
     try:
-        values = json.loads(description.read_text(encoding="utf-8"))
+        values = json.loads(files.text(description))
         require_known_format(description, values)
         found = CheckpointInfo(path=path, **_fields(values))
         _require_sound(found)
@@ -109,10 +109,10 @@ def require_known_format(description: Path, values: object) -> None:
     if not isinstance(values, Mapping):
         raise TypeError("it does not describe a run")
     saved = values.get(FORMAT, VERSION)
-    first, _, second = str(saved).partition(".")
-    if not (first.isdecimal() and second.isdecimal()):
+    first, second = (digits.number(part) for part in str(saved).partition(".")[::2])
+    if first is None or second is None:
         raise ValueError(f"its {FORMAT} is {saved!r}, which is not a version")
-    if int(first) > int(VERSION.partition(".")[0]):
+    if first > int(VERSION.partition(".")[0]):
         raise UsageError(
             f"{description} has format {saved}, but this version of megatron_npu reads only format "
             f"{VERSION.partition('.')[0]}.x",
@@ -145,6 +145,9 @@ def _require_sound(found: CheckpointInfo) -> None:
             raise ValueError(f"its {name} must be a non-negative integer, but is {value!r}")
     if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
         raise ValueError("its arguments do not describe a model")
+    for name, value in found.arguments.items():
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"its {name} contains a null byte")
 
 
 def describe(path: Path, found: CheckpointInfo) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_npu.base import files
+from megatron_npu.base import digits, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import trackers
 
@@ -48,7 +48,7 @@ def missing(path: Path) -> list[str]:
 def is_of_fsdp(path: Path) -> bool:
     """Return True if the trainer saved the checkpoint with Megatron's FSDP: it has only torch's files."""
     try:
-        values = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        values = json.loads(files.text(path / DESCRIPTION))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.get("optimizer_sharding") == OF_FSDP
@@ -86,12 +86,13 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != RELEASE and not text.isdecimal():
+    number = 0 if text == RELEASE else digits.number(text)
+    if number is None:
         raise UsageError(
             f"{tracker} must contain an iteration number, but contains {text[:40]!r}",
             remedy="Write the iteration of a complete checkpoint into the file.",
         )
-    path = Path(root) / RELEASE if text == RELEASE else directory(root, int(text))
+    path = Path(root) / RELEASE if text == RELEASE else directory(root, number)
     if not path.is_dir():
         raise UsageError(
             f"{tracker} names {path.name}, which does not exist in the same directory",

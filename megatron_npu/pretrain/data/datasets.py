@@ -143,7 +143,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
 
 @contextlib.contextmanager
 def _mock_indices_unmentioned() -> Iterator[None]:
-    """Leave out upstream's warning that the indices of mock data are not saved: nobody wants them again."""
+    """Suppress upstream's warning that indices of mock data are not saved; they are not needed again."""
     upstream, beginning = (
         logging.getLogger("megatron.core.datasets.gpt_dataset"),
         "Unable to save MockGPTDataset",

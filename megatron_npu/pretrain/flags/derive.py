@@ -88,6 +88,12 @@ def offloaded_optimizer(args: Namespace, on: bool) -> None:
         args.use_distributed_optimizer = True  # which the offloaded optimizer is a part of
 
 
+def precision_aware_optimizer(args: Namespace) -> None:
+    """Select upstream's precision-aware optimizer for --reuse-fp32-param."""
+    if args.reuse_fp32_param:
+        args.use_precision_aware_optimizer = True
+
+
 def recompute_all(args: Namespace) -> None:
     """Set the flags for ``--checkpoint-activations``."""
     if args.recompute_granularity is None:  # not by older_flags

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+from megatron_npu.base import digits
 from megatron_npu.base.arg_parser import Unfit, number, positive
 
 Add = Callable[..., Any]
@@ -25,8 +26,8 @@ def layer_frequency(text: str) -> int | list[int]:
     Raises:
         Unfit: the value is neither an integer nor such a list.
     """
-    if text.isdecimal() and int(text):
-        return int(text)
+    if every := digits.number(text):
+        return every
     try:
         value = _pattern(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -33,7 +33,7 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add the attention flags, except those that also have an effect with yarn alone."""
+    """Add the attention flags, except those that yarn alone also uses."""
     add(
         "--multi-latent-attention",
         action="store_true",

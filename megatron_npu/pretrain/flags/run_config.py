@@ -182,12 +182,16 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the location and the text of each non-empty line, without its comment."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--config {path} cannot be read as a YAML file of flags: {error}", remedy="Check the path."
         ) from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.splitlines(), 1):
+        if "\0" in line:
+            raise UsageError(
+                f"{path}, line {number} contains a null byte, which no value may have", remedy="Remove it."
+            )
         text = _without_comment(line)
         if text.strip() not in ("", "---"):
             yield f"{path}, line {number}", text

@@ -164,9 +164,9 @@ class Reader:
         An incomplete line is left for the next call, and an invalid line is skipped. A file that has been
         replaced is read again from its beginning.
         """
-        if not self.path.exists():
+        if not self.path.is_file():
             return False
-        with open(self.path, "rb") as stream:
+        with files.regular(self.path) as stream:
             found = os.fstat(stream.fileno())
             if found.st_ino != self._inode or found.st_size < self._place:
                 self.history, self._place, self._inode = History(), 0, found.st_ino

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_npu.adaptors.megatron_core.options import argument_checks
 from megatron_npu.base.errors import UsageError
 from megatron_npu.options import memory_flags
 from tests.adaptors.megatron_core.conftest import make_ddp
@@ -134,5 +135,5 @@ def test_what_does_not_go_together_is_refused(changes, said):
 
 def test_the_flag_of_ascend_asks_for_upstreams_own():
     args = Namespace(**(PLAIN | {"reuse_fp32_param": True, "use_precision_aware_optimizer": False}))
-    memory_flags.check_precision_aware_optimizer(args)
+    argument_checks.check_precision_aware_optimizer(args)
     assert args.use_precision_aware_optimizer

@@ -61,6 +61,7 @@ def test_every_preset_is_a_whole_shape(name):
         ("lr: {a: 1}", r"line 1: the value must be a plain value .* but is \{a: 1\}"),
         ("data-path: [a,", r"line 1: the list must end on the line .* but is \[a,"),
         ("config: other.yaml", r"line 1: unknown flag config"),
+        ("save: a\0b", r"line 1 contains a null byte"),
         ("just words", r"line 1 must have the form `flag: value`, but is just words"),
     ],
 )

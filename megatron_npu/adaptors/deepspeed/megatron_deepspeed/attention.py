@@ -102,7 +102,7 @@ def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the part ``[.., sq, sk]`` of a mask for these tokens, which a curriculum may have shortened."""
+    """Return a mask's part ``[.., sq, sk]`` for these tokens, which a curriculum may have reduced."""
     return None if mask is None else mask[..., first : first + query.size(0), : key.size(0)]
 
 

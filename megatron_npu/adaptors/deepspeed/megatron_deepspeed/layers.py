@@ -1,4 +1,4 @@
-"""Layer norm that requires no CUDA extension, and a row-parallel bias that all ranks share."""
+"""Layer norm without CUDA extensions, and a row-parallel bias that all ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.arguments``: one-line errors for options that DeepSpeed or this tree cannot run."""
+"""Patches for ``megatron.arguments``: reject options that DeepSpeed or this checkout cannot run."""
 
 from __future__ import annotations
 

@@ -71,12 +71,12 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """By default, exclude biases and parameters that are one-dimensional when whole from weight decay."""
+    """By default, exempt biases and parameters that are one-dimensional unsharded from weight decay."""
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Return upstream's decision for the whole parameter, whose shape DeepSpeed stores as ``ds_shape``."""
+    """Apply upstream's rule to the whole parameter, whose shape DeepSpeed stores as ``ds_shape``."""
     return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
 
 

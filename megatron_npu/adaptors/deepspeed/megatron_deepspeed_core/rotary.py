@@ -1,4 +1,4 @@
-"""Fix the rotary embedding of ``megatron.model.rotary_pos_embedding``, whose tables upstream mixes up.
+"""Fix the rotary embedding of ``megatron.model.rotary_pos_embedding``, in which upstream confuses two tables.
 
 Upstream builds a table of cosines and one of sines, then passes the first to queries and the second to keys
 as if they were angles, and computes the cosine and sine of these again. Here, both tables are passed as one

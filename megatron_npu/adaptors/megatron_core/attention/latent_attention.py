@@ -83,7 +83,7 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide ``qk_layernorm``, which upstream assumes to be norms of single heads; heads differ by rank."""
+    """Hide ``qk_layernorm``, which upstream assumes to normalize single heads; heads differ by rank."""
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)
         config.qk_layernorm = False

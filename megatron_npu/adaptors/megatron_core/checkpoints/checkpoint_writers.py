@@ -250,7 +250,7 @@ class _Sender:
 
 
 class _Counter:
-    """A counter that upstream's writer requires, although no process waits for it."""
+    """A counter that upstream's writer requires but that no process waits for."""
 
     def get(self) -> None:
         """Do nothing; upstream's counter would remove one item."""

@@ -18,6 +18,7 @@ from zipfile import BadZipFile
 
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 from megatron_npu.adaptors.shared import checksums as of_scripts
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.safe_files import safe_load, torch_readers
 
@@ -37,7 +38,7 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Make torch load only data within the block, and report what it has rejected without a traceback."""
+    """Make torch load only data inside the block, and report rejected content without a traceback."""
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return
@@ -69,7 +70,7 @@ def _whole(what: str) -> Iterator[None]:
 
 
 def _torn(error: BaseException) -> str:
-    """Return one line that describes the problem of a file; empty if the error has another cause."""
+    """Return a line about a damaged file, or an empty string if the error has another cause."""
     failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
     for each in failures:
         line = (str(each).strip() or type(each).__name__).partition("\n")[0]
@@ -137,7 +138,7 @@ def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **
     order=1,
 )
 def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report what was rejected, without a traceback."""
+    """Load a checkpoint, and report rejected content without a traceback."""
     with _data_only("the checkpoint"):
         return original(*args, **kwargs)
 
@@ -153,7 +154,7 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Read only tensors, numbers and arguments, never code, and report the problem of an invalid file."""
+    """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
     if load_dir and not getattr(args, "non_persistent_ckpt_type", None):  # which may be newer, elsewhere
         _require_described(Path(load_dir), args.ckpt_step)
     with _whole(f"the checkpoint in {load_dir}"), _data_only(f"the checkpoint in {load_dir}"):
@@ -192,7 +193,7 @@ def _require_described(root: Path, step: int | None) -> None:
         )
     description = place / "metadata.json"
     try:
-        content = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        content = json.loads(files.text(description)) if description.is_file() else {}
         if not isinstance(content, dict):
             raise ValueError(f"it contains a {type(content).__name__}")
     except (OSError, ValueError, RecursionError) as error:

@@ -112,7 +112,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
 
 def _reads_otherwise(embedding: Any) -> bool:
-    """Return True if the weight is spread over more ranks (0.19), or inference reduces by itself (0.18)."""
+    """Return True if more ranks share the weight (0.19), or inference does its own reduction (0.18)."""
     spread = getattr(embedding, "gtp_remat_size", 1) > 1
     return spread or getattr(embedding, "use_inference_optimized_reduce_scatter", False)
 

@@ -57,7 +57,7 @@ def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
-    """Make matmuls add the layers' biases, and set for each residual addition the norm that reads its sum.
+    """Make matmuls add the layers' biases, and tell each residual addition which norm reads its sum.
 
     Args:
         layers: consecutive layers, which add their residuals themselves.
@@ -75,7 +75,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Set for each part of the layers the norm that reads its sum, if it may compute that norm's input."""
+    """Tell each part of the layers which norm reads its sum, if the part may compute that norm too."""
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
     parts = [part for layer in layers for part in _parts(layer, mlp_again)]

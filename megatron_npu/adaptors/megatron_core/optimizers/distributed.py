@@ -15,7 +15,7 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Defer vector gradients to the end of the backward pass, and add only the rows that were read to tables.
+    """Add vector gradients at the end of the backward pass, and to tables only the rows that were read.
 
     This is not done with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """

@@ -140,7 +140,7 @@ def around_each(
 
 
 def package_not_taken() -> str | None:
-    """Return the reason why nothing needs to stay uncompiled, or None.
+    """Return the reason why the package's functions can stay compiled, or None.
 
     The reason is that megatron-core has not imported the package's Lion.
     """

@@ -27,7 +27,7 @@ from megatron_npu.adaptors.megatron_core.decorators import (
 )
 from megatron_npu.adaptors.megatron_core.layers import activation_offloading, tensor_parallel_overlap
 from megatron_npu.adaptors.megatron_core.optimizers import swapped_optimizer
-from megatron_npu.adaptors.megatron_core.options import optimizer_checks, unsupported_options
+from megatron_npu.adaptors.megatron_core.options import input_checks, optimizer_checks, unsupported_options
 from megatron_npu.adaptors.megatron_core.run import communicators
 from megatron_npu.adaptors.shared import decorators
 from megatron_npu.base import settings
@@ -71,6 +71,13 @@ def take_older_flags(args: argparse.Namespace) -> None:
     """Translate flags of older Megatron versions to their current meaning, so that upstream accepts them."""
     older_flags.apply(args, sys.argv[1:])
     args.checkpoint_activations = False
+
+
+def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
+    """Select the precision-aware optimizer for --reuse-fp32-param; reject flags that conflict with it."""
+    memory_flags.check_precision_aware_optimizer(args)
+    if args.reuse_fp32_param:
+        args.use_precision_aware_optimizer = True
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
@@ -257,6 +264,18 @@ CHECKS = (  # they run in this order
         until=NOT_FIXED,
     ),
     Check(
+        input_checks.refuse_missing_files,
+        why="a missing vocabulary or dataset ends a script with a traceback, after the model is built",
+    ),
+    Check(
+        input_checks.refuse_uneven_heads,
+        why="a hidden size that the heads do not divide ends a script with an assertion without a message",
+    ),
+    Check(
+        input_checks.refuse_uneven_batches,
+        why="a global batch size that is no multiple of a step ends a script with an assertion's traceback",
+    ),
+    Check(
         refuse_linear_loss_alone,
         why="--cross-entropy-fusion-impl alone is silently ignored",
     ),
@@ -321,7 +340,7 @@ CHECKS = (  # they run in this order
         "and with CUDA its examples set them",
     ),
     Check(
-        memory_flags.check_precision_aware_optimizer,
+        check_precision_aware_optimizer,
         condition=fused_optimizer_present,
         why="--reuse-fp32-param is for bf16 parameters; --use-precision-aware-optimizer fails an assertion "
         "without the distributed optimizer, and loads rounded main weights from --ckpt-format torch",

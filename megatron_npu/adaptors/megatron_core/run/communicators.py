@@ -71,7 +71,7 @@ def refuse_an_unreadable_file(args: Any) -> None:
         raise UsageError(
             f"{FLAG} {path} cannot be read: {error.strerror}. It must be {expected}. Correct the path."
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{FLAG} {path} must be {expected}: {' '.join(str(error).split())}. {remedy}"
         ) from error

@@ -1,4 +1,4 @@
-"""Element-wise layer functions that the older trees compile with TorchScript's fusers."""
+"""Element-wise layer functions that the older checkouts compile with TorchScript's fusers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILED_ANEW = (
 
 
 def connect(recorder: Recorder) -> None:
-    """Record patches for bias-GELU and bias-dropout-add, which both trees define in the same way.
+    """Record patches for bias-GELU and bias-dropout-add, which both checkouts define in the same way.
 
     Args:
         recorder: the checkout's recorder.

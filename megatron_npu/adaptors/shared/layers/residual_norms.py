@@ -97,7 +97,7 @@ _READERS: ContextVar[Iterator[Any]] = ContextVar("tracks the norms that read the
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, tell residual additions, which do not know their layer, which norms follow."""
+    """Inside the block, tell residual additions which norms follow, because they do not know their layer."""
     token = _READERS.set(iter(norms))
     try:
         yield

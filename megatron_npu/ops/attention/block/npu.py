@@ -36,7 +36,7 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """Return the same as ``plan``, but determined from the residuals."""
+    """Return the call as ``plan`` does, but determine it from the residuals."""
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
 

@@ -84,6 +84,7 @@ def _refuse_types_alone(args: Namespace) -> None:
 def _narrow(args: Namespace) -> None:
     """Check the flags of the precision-aware optimizer, whose dtypes have an effect only if it is enabled."""
     memory_flags.check_precision_aware_optimizer(args)
+    derive.precision_aware_optimizer(args)
     asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     if not asked:
         _refuse_types_alone(args)

@@ -154,7 +154,7 @@ def npu_fusion_attention_v2(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return the same as ``npu_fusion_attention``; ``pse_type`` says where the position bias is added."""
+    """Compute ``npu_fusion_attention``; ``pse_type`` says where the position bias is added."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -264,7 +264,7 @@ def npu_fusion_attention_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the same as ``npu_fusion_attention``, but seed and offset as tensors, and no mask length."""
+    """Compute ``npu_fusion_attention`` with seed and offset as tensors, and without a mask length."""
     output, maximum, total, empty, seed, offset, _ = npu_fusion_attention(
         query,
         key,
@@ -319,7 +319,7 @@ def npu_fusion_attention_grad_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the same as ``npu_fusion_attention_grad``."""
+    """Compute ``npu_fusion_attention_grad`` with the third version's signature."""
     return npu_fusion_attention_grad(
         query,
         key,

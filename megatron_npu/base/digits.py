@@ -1,0 +1,13 @@
+"""Parse a non-negative integer from an untrusted text."""
+
+from __future__ import annotations
+
+_MOST = 18  # digits, which fit in 64 bits
+
+
+def number(text: str) -> int | None:
+    """Return the number that a text of decimal digits gives; None for other texts and for over 18 digits.
+
+    ``int`` alone raises an error for over 4300 digits although ``isdecimal`` accepts them.
+    """
+    return int(text) if text.isdecimal() and len(text) <= _MOST else None

@@ -1,0 +1,65 @@
+"""The comparison of full and dry runs goes on where an earlier one ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.sim import dry_grid
+
+EQUAL = {"ranks": [{"rank": 0, "equal": True}], "commit": "12345678"}
+
+
+@pytest.mark.parametrize(
+    ("row", "commit", "done"),
+    [
+        (EQUAL, "12345678", True),
+        (EQUAL | {"ranks": [{"rank": 0, "equal": False}]}, "12345678", True),  # it would differ again
+        (None, "12345678", False),
+        (EQUAL, "87654321", False),
+        (EQUAL | {"commit": "12345678+"}, "12345678+", False),  # nobody knows of which change
+        (EQUAL | {"ranks": [{"rank": 0, "failed": "no time"}]}, "12345678", False),
+    ],
+)
+def test_a_layout_is_compared_once_per_commit(row: dict | None, commit: str, done: bool) -> None:
+    assert dry_grid.is_done(row, commit) is done
+
+
+def test_rows_of_several_processes_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    dry_grid.write(path, "gpt", EQUAL)
+    dry_grid.write(path, "llama", EQUAL)
+    assert list(json.loads(path.read_text())) == ["gpt", "llama"]
+
+
+def test_the_commit_is_the_last_one_of_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+
+    def git(*words: str, day: int = 1) -> str:
+        dates = {"GIT_COMMITTER_DATE": f"2026-01-0{day}T00:00:00Z"}
+        command, environment = ["git", "-C", str(tmp_path), *words], os.environ | names | dates
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def commit(name: str, day: int) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(str(day))
+        git("add", "-A")
+        git("commit", "-qm", name, day=day)
+        return git("rev-parse", "--short=8", "HEAD")
+
+    monkeypatch.setattr(dry_grid, "CHECKOUTS", tmp_path / "checkouts")
+    git("init", "-q")
+    commit("package/other.py", 1)
+    own = commit("package/job.py", 2)
+    commit("package/plan/report.py", 3)
+    lists = (("package", ":(exclude)package/plan"), ("package/other.py",))
+    assert dry_grid.commit(lists) == own
+    (tmp_path / "package" / "plan" / "report.py").write_text("changed")
+    assert dry_grid.commit(lists) == own
+    (tmp_path / "package" / "job.py").write_text("changed")
+    assert dry_grid.commit(lists) == f"{own}+"

@@ -1,0 +1,42 @@
+"""The simulator's cache: a wheel and libraries that are used by their paths, so nobody may replace it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+from megatron_npu.planning.fake_cuda import library
+from megatron_npu.process import user_cache
+from megatron_npu.sim import cache
+
+
+def test_another_folder_cannot_be_put_in_its_place(tmp_path: Path, monkeypatch) -> None:
+    everyones = tmp_path / "everyones"
+    everyones.mkdir()
+    everyones.chmod(0o777)
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(everyones / "cache"))
+    with pytest.raises(UsageError, match=r"the simulator's cache: .* other users can replace this folder"):
+        cache.prepared("site", lambda folder: None)
+    everyones.chmod(0o1777)  # sticky: only its owner can rename the folder
+    assert cache.prepared("site", lambda folder: None) == everyones / "cache" / "site"
+
+
+def test_the_library_of_fake_cuda_is_one_that_only_this_user_can_write(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "_build", lambda folder: (folder / "hooks.so").write_bytes(b"no library"))
+    path = library.built()
+    assert path.stat().st_mode & 0o777 == user_cache.PRIVATE
+    path.chmod(0o666)
+    with pytest.raises(UsageError, match="others may write to it"):
+        cache.load(path)
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    failed = subprocess.CompletedProcess([], 1, "", "noise\nhooks.cpp: fatal error: no space\n")
+    monkeypatch.setattr(library.subprocess, "run", lambda *arguments, **options: failed)
+    with pytest.raises(UsageError, match=r"cannot compile the fake CUDA: hooks\.cpp: fatal error"):
+        library.built()
