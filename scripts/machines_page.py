@@ -107,9 +107,12 @@ TAIL = """## Found by these trials
 Slurm 22.05.8 (one node, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` with
 `sbatch --nodes=1 --ntasks-per-node=2` and small sizes appended to the commands, on CPUs: the check of the
 machines passed, and the run had tensor parallel size 2 and trained and saved six iterations.
-`torchrun.sbatch` (0.16.1, sizes likewise) failed: upstream's GPT2BPETokenizer requests files of Hugging Face,
-which the host cannot reach, and each restart was refused with the message about
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE, although the file exports it (not explained yet). OpenMPI 4.1.4
+`torchrun.sbatch` (0.16.1, two ranks, sizes likewise) first failed: without `--legacy-tokenizer`, upstream's
+GPT2BPETokenizer requests files of Hugging Face, and torchrun's static rendezvous kept its store, so that each
+restart was refused. With both corrected, it trained; after SIGKILL of a rank, the other rank reported the
+dead one, torchrun restarted both, and they resumed from the checkpoint of the last iteration (108); at
+SIGTERM (`scancel --signal=TERM`), they saved the current iteration (127) and ended, and Slurm reported exit
+code 1, which is torchrun's for every signal. OpenMPI 4.1.4
 (`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size 2: the four printed losses
 equal those of torchrun with two ranks. The new trials of this date at commit b652238f ran with the changes
 of commit f83d8f7b to the campaign.

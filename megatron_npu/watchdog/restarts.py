@@ -12,8 +12,9 @@ _REMEDY = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def require_fresh_store() -> None:
     """Check that a rank restarted by torchrun uses a store of its own attempt.
 
-    By default, torchrun keeps the store (c10d rendezvous; torch 2.5 to 2.13 at least, pytorch#135712), with
-    the addresses of dead processes: a rank that reads these before they are overwritten waits or fails.
+    By default, torchrun keeps the store (torch 2.5 to 2.13 at least, pytorch#135712), with the addresses of
+    dead processes: a rank that reads these before they are overwritten waits or fails. Only the c10d
+    rendezvous reads the variable; the static one (``--master-addr``) always keeps its store.
 
     Raises:
         UsageError: the store belongs to an earlier attempt.
@@ -22,8 +23,9 @@ def require_fresh_store() -> None:
     if restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(
             "torchrun restarted this run with the store of the previous attempt, which contains addresses "
-            f"of dead processes; restarts require {_REMEDY}=1 in torchrun's environment",
-            remedy="Set it and start the run again; with --load it resumes from its last checkpoint.",
+            f"of dead processes; restarts require {_REMEDY}=1 in torchrun's environment and, in place of "
+            "--master-addr and --master-port, --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+            remedy="Set both and start the run again; with --load it resumes from its last checkpoint.",
         )
 
 

@@ -52,11 +52,12 @@ def test_srun_starts_the_ranks_behind_a_look_at_the_machines(tmp_path) -> None:
     assert of_pretrain.parse(second[2:]).exit_signal_handler
 
 
-def test_torchrun_is_told_its_machine(tmp_path) -> None:
+def test_torchrun_is_told_where_machines_meet(tmp_path) -> None:
     (words,) = started("torchrun.sbatch", tmp_path)
-    meeting = "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr n1 --master-port 20007"
-    assert words[:11] == meeting.split()
-    assert "--max-restarts" in words
+    assert words[:5] == "torchrun --nnodes 2 --nproc-per-node 8".split()
+    # the static rendezvous (--master-addr) keeps the store, so that every restart is refused
+    assert words[7:11] == "--rdzv-backend c10d --rdzv-endpoint n1:20007".split()
+    assert "--master-addr" not in words
     assert words[words.index("-m") :][:4] == [
         "-m",
         "megatron_npu",
