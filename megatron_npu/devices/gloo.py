@@ -19,8 +19,9 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# The name of a ProcessGroupGloo's threads in torch 2.13, and where Linux shows what threads do.
-_WORKER = "pt_gloo_runloop"
+# How the names of torch's threads begin that release Python objects after their work is reported as complete
+# (ProcessGroupGloo's; a device's in the backward pass; torch 2.13), and where Linux shows what threads do.
+_WORKERS = ("pt_gloo_runloop", "pt_autograd_")
 _THREADS = Path("/proc/self/task")
 
 
@@ -228,7 +229,7 @@ def copy_with_one_thread() -> None:
 
 
 def wait_at_exit() -> None:
-    """Make the process wait for gloo's threads at exit; see ``wait_for_workers``."""
+    """Make the process wait for torch's threads at exit; see ``wait_for_workers``."""
     atexit.unregister(wait_for_workers)  # once is enough
     atexit.register(wait_for_workers)
 
@@ -240,14 +241,15 @@ def leave_process() -> None:
 
 
 def wait_for_workers(timeout: float = 10.0) -> bool:
-    """Wait until gloo's threads are idle; return True if that happened within ``timeout`` seconds.
+    """Wait until torch's threads are idle; return True if that happened within ``timeout`` seconds.
 
     A gloo thread releases its tensors after it has reported a collective as complete, which requires the GIL.
     Megatron's scripts exit without ``destroy_process_group``; if the interpreter is already shutting down,
     C++ aborts the process with "terminate called without an active exception" (signal 6), and a successful
     run is reported as failed (https://github.com/pytorch/pytorch/issues/190489, torch 2.13).
     ``destroy_process_group`` does not help, because Megatron's globals and models in torch's DDP keep the
-    groups and their threads alive.
+    groups and their threads alive. A thread that has run the backward pass of a device other than the CPU
+    releases its part of the graph in the same way.
 
     A thread that waits for another process counts as idle, so this function never waits for other ranks.
     """
@@ -262,13 +264,13 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
         if seen == before and all(asleep for asleep, _ in seen.values()):
             break
         if time.monotonic() > deadline:
-            logger.warning("gloo threads are still running after %g s; the process exits anyway", timeout)
+            logger.warning("threads of torch are still running after %g s; the process exits anyway", timeout)
             return False
     return True
 
 
 def _workers() -> dict[str, tuple[bool, int]]:
-    """Return, for each gloo thread, whether it is asleep, and how often it has gone to sleep.
+    """Return, for each of these threads, whether it is asleep, and how often it has gone to sleep.
 
     A thread that waits for the GIL sleeps too, but wakes every 5 ms to request it: a thread is idle only if
     it is asleep at two checks in a row and has not woken in between.
@@ -285,6 +287,6 @@ def _workers() -> dict[str, tuple[bool, int]]:
         asleep = status["State"].strip().startswith("S")
         sleeps = int(status.get("voluntary_ctxt_switches", -1))  # not every kernel counts them
         is_new = sleeps == 0 and thread.name != str(os.getpid())
-        if is_new or status["Name"].strip() == _WORKER:
+        if is_new or status["Name"].strip().startswith(_WORKERS):
             found[thread.name] = (asleep, sleeps)
     return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_npu import devices
+from megatron_npu.devices import gloo
 from megatron_npu.ops import dispatch, verify
 from megatron_npu.ops.dispatch import Example, Make
 from megatron_npu.ops.dropout import bias_dropout_add, dropout
@@ -132,4 +133,5 @@ def report() -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    gloo.wait_at_exit()  # else a thread of the backward pass may abort the process after it has reported
     Path(sys.argv[1]).write_text(json.dumps(report()), encoding="utf-8")

@@ -199,8 +199,9 @@ def test_a_thread_that_has_not_run_yet_is_waited_for(threads):
     assert not gloo.wait_for_workers(timeout=0)
 
 
-def test_a_thread_at_work_is_waited_for_and_named(threads, caplog):
-    write_thread(threads, 2, "pt_gloo_runloop", "R (running)", 5)
+@pytest.mark.parametrize("name", ["pt_gloo_runloop", "pt_autograd_0"])
+def test_a_thread_at_work_is_waited_for_and_named(name, threads, caplog):
+    write_thread(threads, 2, name, "R (running)", 5)
     assert not gloo.wait_for_workers(timeout=0.05)
     assert "still running after 0.05 s" in caplog.text
 
