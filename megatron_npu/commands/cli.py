@@ -91,8 +91,8 @@ _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
         "this command requires it",
-        "Install the build for your device (README, section Which torch). The commands check and --help "
-        "work without it.",
+        "Install the build for your device (docs/reference/versions.md#which-torch). The commands check and "
+        "--help work without it.",
     ),
 }
 # these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:

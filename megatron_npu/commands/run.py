@@ -111,7 +111,7 @@ def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
     if name == "torch":
         return UsageError(
             f"{script} imports torch, which is not installed",
-            remedy="Install the build for your device (README, section Which torch).",
+            remedy="Install the build for your device (docs/reference/versions.md#which-torch).",
         )
     if name not in _OF_A_CHECKOUT:
         return None

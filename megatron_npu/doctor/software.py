@@ -35,7 +35,8 @@ def torch_import_error() -> str | None:
     """
     if not is_installed("torch"):
         return (
-            "torch is not installed, and this package does not install it (see README, section Which torch)"
+            "torch is not installed, and this package does not install it (see "
+            "docs/reference/versions.md#which-torch)"
         )
     try:
         importlib.import_module("torch")

@@ -220,8 +220,8 @@ def test_a_python_without_torch_is_told_in_one_line(tmp_path: Path) -> None:
     done = _run_without_megatron(script, PYTHONPATH=f"{tmp_path / 'hidden'}:{ROOT}")
     assert done.returncode == 2
     assert done.stderr.endswith(
-        "alone.py imports torch, which is not installed. Install the build for your device (README, "
-        "section Which torch).\n"
+        "alone.py imports torch, which is not installed. Install the build for your device "
+        "(docs/reference/versions.md#which-torch).\n"
     )
 
 

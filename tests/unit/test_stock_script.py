@@ -23,7 +23,8 @@ def megatron(tmp_path: Path) -> Path:
     for name in OURS.values():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(STOCK)
-    (root / "megatron").mkdir()
+    (root / "megatron" / "model").mkdir(parents=True)
+    (root / "megatron" / "model" / "transformer.py").touch()
     (root / "megatron_npu").mkdir()
     for name in ("megatron_npu", "patches"):
         (root / "megatron_npu" / name).symlink_to(tiny.ROOT / name)

@@ -138,7 +138,7 @@ def test_what_computes_says_what_is_missing(bare, line: str, told: str) -> None:
 
 
 def test_what_a_script_misses_is_the_script_s_own_error(bare, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import torch\n")
+    (tmp_path / "script.py").write_text("import absent_package\n")
     done = bare("-m", "megatron_npu", "run", "script.py")
     assert done.returncode == 1
-    assert done.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'absent_package'\n")

@@ -213,6 +213,10 @@ VALUE: dict[str, list[str]] = {
     "--ffn-hidden-size": ["128"],
     "--cp-comm-type": ["a2a"],
     "--experimental-attention-variant": ["gated_delta_net"],
+    **{  # a path that exists
+        f"--{name}": ["."]
+        for name in "data-path train-data-path valid-data-path test-data-path vocab-file merge-file".split()
+    },
 }
 # What of BASE a flag stands in place of.
 INSTEAD = {

@@ -45,6 +45,7 @@ def test_heads_divide_the_hidden_size_unless_their_size_is_given() -> None:
 
 
 def test_data_is_a_prefix_of_two_files(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["Megatron-LM/pretrain_gpt.py"])
     prefix = tmp_path / "text"
     (tmp_path / "text.bin").touch()
     args = argparse.Namespace(data_path=["0.5", str(prefix), "0.5", "s3://bucket/text"], mock_data=False)
@@ -56,4 +57,7 @@ def test_data_is_a_prefix_of_two_files(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "text.idx").touch()
     input_checks.refuse_missing_files(args)
     args.data_path = [str(tmp_path)]  # a folder is the data of another script
+    input_checks.refuse_missing_files(args)
+    monkeypatch.setattr("sys.argv", ["own_program.py"])
+    args.data_path = ["none"]  # of a program that makes its own
     input_checks.refuse_missing_files(args)

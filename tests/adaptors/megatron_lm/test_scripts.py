@@ -96,7 +96,7 @@ def test_a_checkpoint_tells_its_layout(script, tmp_path, layout, parts):
 def fake_checkout(folder: Path, *names: str) -> Path:
     """Return a Megatron-LM whose scripts print their arguments, in one line."""
     tree = folder / "tree"
-    for name in ("pretrain_gpt.py", *names):
+    for name in ("pretrain_gpt.py", "megatron/model/transformer.py", *names):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("import os, sys\nos.write(1, (' '.join(sys.argv) + '\\n').encode())\n")
     return tree
@@ -234,7 +234,7 @@ def test_a_finished_checkpoint_is_not_trained_again(script, tmp_path):
     tracker.parent.mkdir()
     tracker.write_text("4")
     train = functools.partial(script, "pretrain_gpt_distributed.sh", MEGATRON_LM_PATH=tmp_path / "tree")
-    (tmp_path / "tree").mkdir()
+    fake_checkout(tmp_path)
     (tmp_path / "tree" / "pretrain_gpt.py").write_text("print('trained')")
     done = train()
     assert done.returncode == 2

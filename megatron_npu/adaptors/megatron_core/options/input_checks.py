@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 
 from megatron_npu.base.errors import UsageError
+
+# scripts whose data is always a dataset of a .bin and an .idx file, if it is no folder
+_READ_INDEXED_DATA = frozenset(f"pretrain_{model}.py" for model in ("bert", "gpt", "hybrid", "mamba", "t5"))
 
 
 def refuse_missing_files(args: argparse.Namespace) -> None:
@@ -22,7 +26,8 @@ def refuse_missing_files(args: argparse.Namespace) -> None:
         path = getattr(args, dest, None)
         if path and not _is_remote(path) and not Path(path).exists():
             raise UsageError(f"--{dest.replace('_', '-')} {path} does not exist", remedy="Correct the path.")
-    if os.environ.get("RANK", "0") == "0" and not getattr(args, "mock_data", False):
+    is_stock = Path(sys.argv[0]).name in _READ_INDEXED_DATA  # other programs may name data of their own kind
+    if is_stock and os.environ.get("RANK", "0") == "0" and not getattr(args, "mock_data", False):
         for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             _refuse_missing_data(f"--{dest.replace('_', '-')}", getattr(args, dest, None))
 
