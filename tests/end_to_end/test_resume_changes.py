@@ -121,7 +121,8 @@ def test_a_flag_takes_effect_and_is_said(resume, words, line, first, later):
         assert (losses(after)[1:] != losses(before)[1:]) == later
 
 
-EXPERTS = "--num-experts 2 --disable-bias-linear --moe-router-load-balancing-type aux_loss "
+# four: with two, of which each token takes both, the balancing loss is constant but for rounding
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss "
 EXPERTS += (
     "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --mtp-num-layers 1 --position-embedding-type rope"
 )
