@@ -132,7 +132,7 @@ def redirect_program() -> None:
     if visible_devices.name_for_ascend() and "torch_npu" in sys.modules:
         raise UsageError(
             f"{visible_devices.CUDA}={os.environ[visible_devices.CUDA]} with {settings.REDIRECT.name}=1 "
-            "cannot select NPUs any more, because torch_npu has already started",
+            "has no effect, because torch_npu has already started and selected its NPUs",
             remedy=f"Set {visible_devices.ASCEND} instead, or start the program with `megatron-npu run "
             "--redirect`.",
         )

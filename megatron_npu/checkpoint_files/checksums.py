@@ -277,7 +277,7 @@ def _all(folder: Path) -> Iterable[Path]:
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
-    """Return the rank that hashes the file ``path``, which is one of ``found``; see ``write``."""
+    """Return the rank that computes the checksum of the file ``path``; see ``write``."""
     if (number := _number(path)) is not None:
         return number % ranks
     if path.parent.name.startswith("mp_rank_"):

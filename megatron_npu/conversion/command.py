@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["torch_dist", "torch"],
         default="torch_dist",
         help=(
-            "checkpoint format to write; torch writes one file per rank, as Megatron-LM 285068c8 loads it "
+            "checkpoint format to write; torch writes one file per rank, the format of Megatron-LM 285068c8 "
             "(only with --to megatron)"
         ),
     )

@@ -83,7 +83,7 @@ class AttentionFlags:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values in a namespace; a flag that its parser does not have gets its default."""
+        """Return the values in a namespace; flags that are missing there keep their defaults."""
         return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
 
 

@@ -99,7 +99,7 @@ def require_own_path(folder: Path, remedy: str) -> None:
         if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
             raise UsageError(
                 f"code is loaded from {folder}, but other users can replace this folder, because they can "
-                f"write to {parent}; only this user may be able to change it",
+                f"write to {parent}; only this user may have write access there",
                 remedy=remedy,
             )
 

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-queue",
         type=positive,
         default=16,
-        help="maximum number of queued requests; more are answered with status 429",
+        help="maximum number of queued requests; the server answers further ones with status 429",
     )
     add("--max-texts", type=positive, default=8, help="maximum number of completions per request")
     add(

@@ -241,7 +241,7 @@ def _assemble(store: dist.Store, ranks: int) -> None:
 
 
 def _await_all(store: dist.Store, ranks: int) -> list[str]:
-    """Wait for all ranks, and log which are missing; return the fault if one failed or does not come."""
+    """Wait for all ranks and log the missing ones; return the error of a rank that failed or timed out."""
     began = said = time.monotonic()
     place = f"{_where()[0]}:{_where()[1]}"
     while int(store.add("arrived", 0)) < ranks:

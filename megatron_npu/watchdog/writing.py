@@ -31,11 +31,11 @@ class Writing:
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Reset the measurement, because the main thread has moved."""
+        """Reset the measurement, because the main thread has made progress."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:
-        """Return True if enough was written since the last call that returned True, or since the first call.
+        """Return True if enough has been written since the last call that returned True, or the first call.
 
         Args:
             reads: whether to count the bytes read instead.

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of a row whose values are text to tokenize",
+        help="keys whose values are tokenized, in each row",
     )
     add(
         "--hf-dataset",

@@ -28,7 +28,7 @@ def switched_off() -> bool:
 
 
 def not_to_be_expected() -> str | None:
-    """Return why no kernel will run in this process, or None, without checking whether the GPU is too old."""
+    """Return the reason why kernels cannot run in this process, or None; the GPU's age is not checked."""
     if switched_off():
         return f"{settings.TRITON.name}=0"
     return None if is_installed("triton") else "triton is not installed"

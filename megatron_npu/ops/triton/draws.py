@@ -37,6 +37,6 @@ def drawn(p: float, device: torch.device) -> Dropped | None:
 
 
 def level_and_scale(p: float) -> tuple[int, float]:
-    """Return ``level`` and ``scale`` of ``Dropped``; if p is 1, nothing is kept."""
+    """Return the threshold of the random draw and the scale of kept values for a dropout probability."""
     level = min(_LEVELS - 1, round((1.0 - p) * _LEVELS))
     return level, _LEVELS / level if level else 0.0

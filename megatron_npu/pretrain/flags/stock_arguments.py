@@ -127,7 +127,7 @@ def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _counts_the_end(values: Mapping[str, Any]) -> bool:
-    """Return True if ``vocab_size`` includes the end-of-document token, as NullTokenizer's does since 0.18.
+    """Return True if ``vocab_size`` includes the end-of-document token (NullTokenizer since 0.18).
 
     In earlier versions, and in the built-in trainer, that token is added to ``vocab_size``. The version is
     recognized by a flag that the scripts introduced in 0.18.

@@ -1,4 +1,4 @@
-"""Add a bias to the output projection of the attention only, for which megatron-core has no flag."""
+"""Add a bias to attention's output projection only; megatron-core has no flag for this."""
 
 from __future__ import annotations
 

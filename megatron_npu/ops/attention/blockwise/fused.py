@@ -34,7 +34,7 @@ class Fused:
         self._spec, self._seed = spec, seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
-        """Write the attention to ``result``; return ``[b · g, sq, r, 1]`` in fp32 for ``backward``.
+        """Write the output to ``result``; return the normalizer ``[b · g, sq, r, 1]`` (base 2, fp32).
 
         Args:
             q: ``[b · g, sq, r, d]``.
