@@ -203,7 +203,7 @@ class MessageSizes:
     def _of_experts(self) -> dict[str, int]:
         """Return the bytes of tokens sent to experts if all of them go to the experts of one rank."""
         tokens = self._tokens() // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
-        experts, ranks = self.num_experts, self.expert_model_parallel_size
+        experts, ranks = self.num_experts or 0, self.expert_model_parallel_size
         sharing = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         each = self.moe_router_topk
         sent, received = tokens * each, ranks * tokens * min(each, -(-experts // ranks))

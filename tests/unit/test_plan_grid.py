@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.sim import dry_grid
+from tests.support import processes
 
 EQUAL = {"ranks": [{"rank": 0, "equal": True}], "commit": "12345678"}
 
@@ -42,7 +42,7 @@ def test_the_commit_is_the_last_one_of_what_matters(tmp_path: Path, monkeypatch:
     def git(*words: str, day: int = 1) -> str:
         dates = {"GIT_COMMITTER_DATE": f"2026-01-0{day}T00:00:00Z"}
         command, environment = ["git", "-C", str(tmp_path), *words], os.environ | names | dates
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = processes.run(command, env=environment, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     def commit(name: str, day: int) -> str:
