@@ -204,13 +204,8 @@ def _guard_torch() -> None:
     finder = Finder(guards.__contains__, execute)
     _undoing.callback(rendezvous_state.release)
     _undoing.callback(vector_probe.release)
-    _undoing.callback(finder.unhook)
-
-    def leave() -> None:
-        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
-
-    _undoing.callback(leave)
-    sys.meta_path.insert(0, finder)
+    _undoing.callback(finder.disarm)
+    finder.arm()
     for name in guards.keys() & sys.modules.keys():
         guards[name](sys.modules[name])
 

@@ -58,7 +58,7 @@ class Engine:
     @property
     def armed(self) -> bool:
         """True if the import hook is installed."""
-        return self._finder in sys.meta_path
+        return self._finder.armed
 
     @property
     def context(self) -> Context | None:
@@ -67,14 +67,11 @@ class Engine:
 
     def arm(self) -> None:
         """Install the finder at the front of ``sys.meta_path``. A second call has no effect."""
-        if not self.armed:
-            sys.meta_path.insert(0, self._finder)
+        self._finder.arm()
 
     def disarm(self) -> None:
         """Remove the finder; patches stay. If the hook is armed again, ``on_first`` is called again."""
-        if self.armed:
-            sys.meta_path.remove(self._finder)
-        self._finder.unhook()
+        self._finder.disarm()
         self._context = None
 
     def apply_loaded(self) -> None:

@@ -60,8 +60,20 @@ class Finder:
         if not (isinstance(run, _Hook) and run.finder is self):
             loader.exec_module = _Hook(loader, self)
 
-    def unhook(self) -> None:
-        """Restore ``exec_module`` on the loaders of all loaded modules."""
+    @property
+    def armed(self) -> bool:
+        """True if this finder is installed."""
+        return self in sys.meta_path
+
+    def arm(self) -> None:
+        """Install this finder at the front of ``sys.meta_path``. A second call has no effect."""
+        if not self.armed:
+            sys.meta_path.insert(0, self)
+
+    def disarm(self) -> None:
+        """Remove this finder, and restore ``exec_module`` on the loaders of all loaded modules."""
+        if self.armed:
+            sys.meta_path.remove(self)
         for module in list(sys.modules.values()):
             # not getattr: a package may import half of itself when it is asked for a name (torch_npu.dynamo)
             loader: Any = getattr(getattr(module, "__dict__", {}).get("__spec__"), "loader", None)

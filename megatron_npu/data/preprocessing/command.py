@@ -110,7 +110,7 @@ def _add_shape(add: flags.Add) -> None:
         "--seq-length",
         type=positive,
         metavar="TOKENS",
-        help="number of tokens in a window of a document",
+        help="split documents into windows of this many tokens",
     )
     add(
         "--stride",

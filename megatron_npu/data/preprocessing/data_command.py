@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     parser.epilog = (
         "inspect and count: --json; decode: --document N, --count N and the tokenizer flags "
         "(--vocab-file, --merge-file, --tokenizer-type, --tokenizer-model); merge: "
-        "--output-prefix PREFIX; exit code: 0: success; 1: verify found damage or no "
+        "--output-prefix PREFIX. Exit code 0: success; 1: verify found damage or no "
         "checksums; 2: bad usage"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -54,8 +54,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags' values, with derived values: ``dataset_path`` and ``dataset_name``, which the
-    document's scripts read. ``with_ranks`` adds those that depend on the process.
+    """Return the flags' values, with ``dataset_path`` and ``dataset_name``, which printed scripts read.
+
+    ``with_ranks`` adds the values that depend on the process.
 
     Raises:
         UsageError: a flag is unknown or missing, a value has the wrong type, or two flags are mutually

@@ -35,11 +35,12 @@ def exchanged(folder: Path) -> Iterator[None]:
         RuntimeError: inside the block, if a rank receives another number of bytes than was sent.
     """
     send = dist.broadcast
+    signature = inspect.signature(send)
     counts: Counter[str] = Counter()
 
     @functools.wraps(send)
     def broadcast(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        bound = inspect.signature(send).bind(tensor, *given, **named).arguments
+        bound = signature.bind(tensor, *given, **named).arguments
         source, group = _source(bound)
         work = send(tensor, *given, **named)
         if source is not None:

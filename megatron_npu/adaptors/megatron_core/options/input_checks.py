@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_npu.adaptors.shared.addresses import is_address
 from megatron_npu.base.errors import UsageError
 
 # scripts whose data is always a dataset of a .bin and an .idx file, if it is no folder
@@ -24,7 +25,7 @@ def refuse_missing_files(args: argparse.Namespace) -> None:
     """
     for dest in ("vocab_file", "merge_file"):
         path = getattr(args, dest, None)
-        if path and not _is_remote(path) and not Path(path).exists():
+        if path and not is_address(path) and not Path(path).exists():
             raise UsageError(f"--{dest.replace('_', '-')} {path} does not exist", remedy="Correct the path.")
     is_stock = Path(sys.argv[0]).name in _READ_INDEXED_DATA  # other programs may name data of their own kind
     if is_stock and os.environ.get("RANK", "0") == "0" and not getattr(args, "mock_data", False):
@@ -35,7 +36,7 @@ def refuse_missing_files(args: argparse.Namespace) -> None:
 def _refuse_missing_data(flag: str, given: object) -> None:
     """Refuse a prefix without its two files; a path that exists is another script's kind of data."""
     for prefix in map(str, given) if isinstance(given, list | tuple) else ():
-        if _is_number(prefix) or _is_remote(prefix) or Path(prefix).exists():
+        if _is_number(prefix) or is_address(prefix) or Path(prefix).exists():
             continue
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         if missing:
@@ -53,11 +54,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_remote(path: str) -> bool:
-    """Return True if a path names an object store, which no file system contains."""
-    return "://" in path
 
 
 def refuse_uneven_heads(args: argparse.Namespace) -> None:
