@@ -253,7 +253,9 @@ class Parser(argparse.ArgumentParser):
                 one.required = True
 
     def _asked(self, values: argparse.Namespace) -> Parser:
-        """Return the parser that parsed the flags, which may belong to a subcommand (``checkpoint prune``)."""
+        """Return the parser that parsed the flags, which may belong to a subcommand (``checkpoint
+        prune``).
+        """
         for dest, parsers in self._parsers_of_actions().items():
             return parsers.get(getattr(values, dest), self)
         return self

@@ -62,7 +62,9 @@ class Device(ABC):
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Return this process's device as a ``torch.device``, with an index if the device type has indices."""
+        """Return this process's device as a ``torch.device``, with an index if the device type has
+        indices.
+        """
 
     @abstractmethod
     def set_current(self, index: int) -> None:

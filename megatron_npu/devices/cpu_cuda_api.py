@@ -117,7 +117,9 @@ def _no_operation(*_: Any, **__: Any) -> None:
 
 
 class _DeviceContext(contextlib.nullcontext):
-    """Context manager for ``with torch.cuda.device(i)`` that does nothing, because a CPU is the only device."""
+    """Context manager for ``with torch.cuda.device(i)`` that does nothing, because a CPU is the only
+    device.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()

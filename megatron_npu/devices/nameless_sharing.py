@@ -31,7 +31,9 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield replacements for the functions of torch and Python that create shared-memory names (Linux only)."""
+    """Yield replacements for the functions of torch and Python that create shared-memory names (Linux
+    only).
+    """
     if sys.platform == "linux":
         yield _Storage, "_new_using_fd_cpu", staticmethod(_anonymous)
         if hasattr(_Storage, "_swap_data_ptr_"):  # older torches move a storage in C++ alone

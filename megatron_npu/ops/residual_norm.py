@@ -72,7 +72,9 @@ def add_rms_norm(
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Store the result that the norm ``reader`` would compute from ``total``, so that the norm can fetch it."""
+    """Store the result that the norm ``reader`` would compute from ``total``, so that the norm can
+    fetch it.
+    """
     setattr(total, _RESULT, (reader, result))
 
 

@@ -163,7 +163,9 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
-    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None if they are."""
+    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None if they
+    are.
+    """
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
         return (
             "npu_rotary_mul supports only tables of shape [s, 1, 1, d] or [b, s, 1, d], but got "

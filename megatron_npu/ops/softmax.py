@@ -95,7 +95,9 @@ def _future_shift(scores: Tensor) -> Tensor:
 
 @lru_cache_tensors(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``[1, 1, queries, keys]``, which is -inf where the key is later than the query and 0 elsewhere."""
+    """Return ``[1, 1, queries, keys]``, which is -inf where the key is later than the query and 0
+    elsewhere.
+    """
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
@@ -103,7 +105,9 @@ _scale_mask_softmax.on("cpu", "cuda", note="in place; only the result is kept")(
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
-    """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the arguments exceed, or None."""
+    """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the arguments exceed, or
+    None.
+    """
     if scores.dim() != 4:
         return f"npu_scaled_masked_softmax supports only 4 dimensions, but got {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):

@@ -91,7 +91,9 @@ def with_reference(
 
 
 class _Call:
-    """A call under verification: its arguments, a hook on each gradient, and fp32 copies for the reference."""
+    """A call under verification: its arguments, a hook on each gradient, and fp32 copies for the
+    reference.
+    """
 
     def __init__(
         self, name: str, reference: Implementation, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -171,7 +171,9 @@ class Engine:
             self._running.discard(id(module))
 
     def _forget(self, module: ModuleType) -> None:
-        """Undo the patches of a module before it is reloaded, because its body must find the original names."""
+        """Undo the patches of a module before it is reloaded, because its body must find the original
+        names.
+        """
         self._log.undo(change for change in self._log.all() if change.owner is module)
         self._patched.pop(module.__name__, None)
         for patch in self.registry.for_module(module.__name__):

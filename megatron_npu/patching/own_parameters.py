@@ -151,7 +151,9 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
-    """Return the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``, as an expression."""
+    """Return the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``, as an
+    expression.
+    """
     if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
         return whole.args[0] if whole.args else None
     if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):

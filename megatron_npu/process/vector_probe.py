@@ -40,7 +40,9 @@ def check_output(command: Any, **options: Any) -> Any:
 
 
 def _elsewhere(command: Any) -> Any:
-    """Return the command of a Python program, changed so that modules in the working directory are ignored."""
+    """Return the command of a Python program, changed so that modules in the working directory are
+    ignored.
+    """
     if isinstance(command, list) and command[:2] == [sys.executable, "-c"]:
         return [*python_child.code(command[2]), *command[3:]]
     return command

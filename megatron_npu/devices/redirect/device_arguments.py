@@ -45,7 +45,9 @@ def _restore_location(target: Target) -> Callable[..., Any]:
 
 
 def _storage_to(target: Target) -> Callable[..., Any]:
-    """Return a replacement for ``UntypedStorage.to``, which ``storage.cuda()`` calls for all storage types."""
+    """Return a replacement for ``UntypedStorage.to``, which ``storage.cuda()`` calls for all storage
+    types.
+    """
     original = torch.UntypedStorage.to
 
     @functools.wraps(original)

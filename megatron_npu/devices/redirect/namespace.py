@@ -63,7 +63,9 @@ def replacements(device: Device) -> Iterator[Replacement]:
 def _truthful_to(
     asking: callers.Callers, real: Callable[..., Any], redirected: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls ``real`` for the modules in ``asking``, and ``redirected`` for all others."""
+    """Return a function that calls ``real`` for the modules in ``asking``, and ``redirected`` for all
+    others.
+    """
 
     @functools.wraps(real)
     def probe(*args: Any, **kwargs: Any) -> Any:

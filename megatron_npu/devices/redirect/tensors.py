@@ -97,7 +97,9 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types, and reports these types to Megatron."""
+    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types, and reports these types to
+    Megatron.
+    """
     original = torch.Tensor.type
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 

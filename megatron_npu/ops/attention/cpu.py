@@ -1,4 +1,6 @@
-"""Compute attention on the CPU, with torch's flash kernel where it is applicable and faster, else in tiles."""
+"""Compute attention on the CPU, with torch's flash kernel where it is applicable and faster, else in
+tiles.
+"""
 
 from __future__ import annotations
 

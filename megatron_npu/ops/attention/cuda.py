@@ -99,7 +99,9 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Return the kernel as ``plan_call`` does, but from shapes in the layout of ``spec``, dtype and packages."""
+    """Return the kernel as ``plan_call`` does, but from shapes in the layout of ``spec``, dtype and
+    packages.
+    """
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -214,7 +216,9 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
 def _order_of(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> Iterator[None]:
-    """Make torch's SDPA use cuDNN's kernel within the block, if that kernel is chosen and supports the call."""
+    """Make torch's SDPA use cuDNN's kernel within the block, if that kernel is chosen and supports the
+    call.
+    """
     if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
         yield
         return

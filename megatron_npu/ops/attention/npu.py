@@ -89,7 +89,9 @@ def npu_call(
 
 
 def _mode_without_band(segments: Sequence[Segment]) -> int | None:
-    """Return the sparse mode for segments without a limit or with only the causal one, and None for others."""
+    """Return the sparse mode for segments without a limit or with only the causal one, and None for
+    others.
+    """
     if any(s.window_left is not None for s in segments):
         return None
     if all(s.window_right is None for s in segments):

@@ -98,7 +98,9 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if kernels without window support can compute the segment: all pairs, or a square causal mask."""
+        """True if kernels without window support can compute the segment: all pairs, or a square causal
+        mask.
+        """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
 

@@ -42,7 +42,9 @@ def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a vocabulary block, ``[t, 1]`` (0 if outside), and whether it is inside."""
+    """Return each target's column in a vocabulary block, ``[t, 1]`` (0 if outside), and whether it is
+    inside.
+    """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 

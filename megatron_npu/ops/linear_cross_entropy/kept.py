@@ -67,7 +67,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Exponentials:
-    """The exponentials of the logits in blocks of columns, with their row sums and the logits of the targets."""
+    """The exponentials of the logits in blocks of columns, with their row sums and the logits of the
+    targets.
+    """
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
         self.rows, self.weight, self.bias, self.local = rows, weight, bias, local

@@ -82,7 +82,8 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer from a copy, a pickle or a state, and drop values cached for the old tensors.
+        """Restore the optimizer from a copy, a pickle or a state, and drop values cached for the old
+        tensors.
         """
         super().__setstate__(state)
         self._known = {}

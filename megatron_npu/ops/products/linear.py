@@ -139,7 +139,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return True if the GPU's 16-bit matmuls can accumulate into fp32 without rounding (torch 2.8 or later)."""
+    """Return True if the GPU's 16-bit matmuls can accumulate into fp32 without rounding (torch 2.8 or
+    later).
+    """
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
     return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it

@@ -77,7 +77,9 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
-    """Return True if torch should compute the layer, because it is on another device or torch is not slower."""
+    """Return True if torch should compute the layer, because it is on another device or torch is not
+    slower.
+    """
     in_graph = torch.compiler.is_compiling()
     if input.device.type != "cpu" if in_graph else bound_elsewhere(input):
         return True

@@ -50,7 +50,9 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return True if a probe shows that ``function(q, k, cos, sin)`` rotates element i with element i + d/2."""
+    """Return True if a probe shows that ``function(q, k, cos, sin)`` rotates element i with element i +
+    d/2.
+    """
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )

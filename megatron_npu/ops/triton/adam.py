@@ -35,7 +35,9 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of one parameter: fp32 tensors to update in place, and an optional 16-bit copy of the weight."""
+    """Tensors of one parameter: fp32 tensors to update in place, and an optional 16-bit copy of the
+    weight.
+    """
 
     weight: Tensor
     grad: Tensor

@@ -148,7 +148,9 @@ def backward(
     dropped: Dropped | None = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the norm's input and of the dropout's input, with partial sums for the weights."""
+    """Return the gradients of the norm's input and of the dropout's input, with partial sums for the
+    weights.
+    """
     from megatron_npu.ops.triton.kernels import norm as kernels
 
     x, means, rstds = kept

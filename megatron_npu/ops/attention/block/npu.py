@@ -37,7 +37,9 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """Return the arguments of ``npu_fusion_attention`` for the backward pass, determined from the residuals."""
+    """Return the arguments of ``npu_fusion_attention`` for the backward pass, determined from the
+    residuals.
+    """
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
 

@@ -77,7 +77,9 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows it."""
+        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows
+        it.
+        """
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded

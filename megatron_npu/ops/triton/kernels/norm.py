@@ -18,7 +18,9 @@ def forward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of ``[rows, width]``, and means (layer norm) and inverse deviations in fp32 ``[rows]``."""
+    """Write the norm of ``[rows, width]``, and means (layer norm) and inverse deviations in fp32
+    ``[rows]``.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

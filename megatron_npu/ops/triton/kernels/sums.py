@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``[rows, width]`` into fp32 ``[chunks, width]``, with ``per`` rows per chunk, as the first stage."""
+    """Sum ``[rows, width]`` into fp32 ``[chunks, width]``, with ``per`` rows per chunk, as the first
+    stage.
+    """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
