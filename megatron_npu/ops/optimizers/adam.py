@@ -82,9 +82,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer from a copy, a pickle or a state, and drop values cached for the old
-        tensors.
-        """
+        """Restore from a copy, a pickle or a state dict, and drop values cached for the old tensors."""
         super().__setstate__(state)
         self._known = {}
 
@@ -269,7 +267,12 @@ class FusedAdam(FusedOptimizer):
         return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
 
     def _row(self, parameter: Tensor, grad: Tensor | None = None) -> Row:
-        """Return this rank's parts of a parameter, its gradient and its state, creating a missing state."""
+        """Return this rank's parts of a parameter, its gradient and its state, creating a missing state.
+
+        Args:
+            parameter: a parameter of this optimizer.
+            grad: the gradient to use instead of the parameter's own, for callers that need only the state.
+        """
         if "exp_avg" not in self.state[parameter]:
             self.initialize_state(parameter)
         state = self.state[parameter]
