@@ -372,7 +372,11 @@ def micro_batches(
 def losses_of(
     template: Template, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses of a micro-batch, each a mean over its labels."""
+    """Return the losses of a micro-batch, each a mean over its labels.
+
+    Args:
+        template, returned, number, training: as in ``providers.losses``.
+    """
     pairs = template.engine.pairs
     if number is not None and pairs is not None and isinstance(returned, torch.Tensor):
         returned = pairs.split(providers.loss(template, returned, training=training))
