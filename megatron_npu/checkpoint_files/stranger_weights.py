@@ -88,7 +88,8 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
-    """Call ``tell_of_implausible`` for models loaded from a checkpoint without checksums; return the names.
+    """Search models loaded from a checkpoint without checksums for implausible weights, and return their
+    names.
 
     Checkpoints with checksums have already been verified.
     """

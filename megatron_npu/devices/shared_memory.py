@@ -106,7 +106,10 @@ class Segment:
         return self._part // tensor.element_size()
 
     def _parts(self, chunk: Tensor, size: int) -> list[Tensor]:
-        """Split ``chunk`` into one part of ``size`` elements per rank; the last may be shorter or empty."""
+        """Split ``chunk`` into one part of ``size`` elements per rank.
+
+        The last part may be shorter or empty.
+        """
         return [chunk[rank * size : (rank + 1) * size] for rank in range(self._ranks)]
 
     def _give(self, parts: Sequence[Tensor], stage: int | None = None) -> None:

@@ -28,7 +28,9 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch; return None, or a one-line reason if the import fails.
+    """Import torch.
+
+    Return None, or a one-line reason if the import fails.
 
     torch imports every installed device package at its end, and their exceptions look like torch's own. A
     second attempt without these packages shows which of them causes the failure.

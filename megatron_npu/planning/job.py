@@ -264,7 +264,7 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the Megatron that parses a script's flags, which is the script's own checkout if it has one."""
+    """Return the Megatron that parses a script's flags: the script's own checkout or the installed one."""
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

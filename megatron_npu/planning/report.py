@@ -55,7 +55,9 @@ class Row:
 
 @dataclass
 class Plan:
-    """The results of planning a job; ``lines`` returns the printed report.
+    """Results of planning a job.
+
+    ``lines`` returns the printed report.
 
     Attributes:
         routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then

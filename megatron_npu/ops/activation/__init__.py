@@ -71,7 +71,10 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``; shapes are those of ``swiglu``."""
+    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``.
+
+    The shapes are those of ``swiglu``.
+    """
     return reference.geglu(input, bias)
 
 

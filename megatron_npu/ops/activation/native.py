@@ -22,7 +22,10 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute ``F.gelu`` of ``input + bias``; the backward pass recomputes the sum."""
+    """Compute ``F.gelu`` of ``input + bias``.
+
+    The backward pass recomputes the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

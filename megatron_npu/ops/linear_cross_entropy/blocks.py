@@ -28,7 +28,10 @@ def precise(tensor: Tensor) -> torch.dtype:
 
 
 def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the rows of ``weight``; ``hidden`` is ``[t, h]``."""
+    """Yield slices that cover the rows of ``weight``.
+
+    ``hidden`` is ``[t, h]``.
+    """
     on_cpu = hidden.device.type == "cpu"
     width = max(_NARROWEST, (_LOGITS_ON_CPU if on_cpu else _LOGITS) // max(1, hidden.size(0)))
     width -= _APART if on_cpu else 0

@@ -92,7 +92,10 @@ class Swapped:
         ]
 
     def undo(self) -> None:
-        """Undo everything that ``swap`` changed in the model; a second call has no effect."""
+        """Undo all changes that ``swap`` made to the model.
+
+        A second call has no effect.
+        """
         while self._undo:
             self._undo.pop()()
         self.entries.clear()

@@ -34,7 +34,10 @@ def gelu_of_sum(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute GELU (tanh form) of ``input + bias``; the backward pass recomputes the sum."""
+    """Compute GELU (tanh form) of ``input + bias``.
+
+    The backward pass recomputes the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

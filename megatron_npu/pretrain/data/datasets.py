@@ -29,7 +29,9 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; a dataset is None if its split is empty or not needed.
+    """Datasets of a run.
+
+    A dataset is None if its split is empty or not needed.
 
     Attributes:
         train, valid, test: the dataset of each split.

@@ -87,7 +87,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train until the last iteration, a flag or a signal ends the run; then evaluate, save and return."""
+        """Train until the last iteration, a flag or a signal ends the run, and then evaluate and save."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -130,11 +130,11 @@ class Trainer:
         return data.batches(self.plan.batches, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
-        """Run one micro batch through one model chunk; the signature is megatron-core's."""
+        """Run one micro-batch through one model chunk, with megatron-core's signature."""
         return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
-        """Train one iteration; log, evaluate and save when these are due."""
+        """Train one iteration, then log, evaluate and save when these are due."""
         due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return

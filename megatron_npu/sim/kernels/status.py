@@ -22,7 +22,10 @@ def npu_alloc_float_status(input: Tensor) -> Tensor:
 
 @kernel("npu_get_float_status")
 def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Return the overflow flag, int32 ``[8]`` as on Atlas A2, which is never set."""
+    """Return the overflow flag as int32 ``[8]``.
+
+    It has the format of Atlas A2 and is never set.
+    """
     return torch.zeros(WORDS, dtype=torch.int32)
 
 

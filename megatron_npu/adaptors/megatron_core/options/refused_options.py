@@ -17,7 +17,7 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise upstream's option errors as a UsageError that also has upstream's type.
+    """Raise upstream's option errors as one-line errors that can also be caught under upstream's type.
 
     An assertion without a message is left unchanged, because only its source line explains it.
     """

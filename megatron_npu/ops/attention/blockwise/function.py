@@ -104,6 +104,6 @@ def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: boo
 
 
 def _ungrouped(grouped: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """Undo ``_grouped``, and return the result contiguous in the layout of the attention call."""
+    """Undo ``_grouped``, and return a contiguous tensor in the layout of the attention call."""
     bnsd = grouped.unflatten(0, (-1, spec.key_heads)).transpose(2, 3).flatten(1, 2)
     return from_bnsd(bnsd, spec.layout).to(dtype, memory_format=torch.contiguous_format).contiguous()

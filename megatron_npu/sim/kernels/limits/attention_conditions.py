@@ -37,7 +37,10 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (queries, keys) for every sequence; for a dense layout, one entry covers the whole batch."""
+    """Return (queries, keys) for every sequence.
+
+    For a dense layout, one entry covers the whole batch.
+    """
     sizes = sizes_of(a)
     if layout_of(a) != "TND":
         return [(sizes.queries, sizes.keys)]
