@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu convert``, which converts checkpoints from and to Hugging Face format."""
+"""``megatron-npu convert``: convert checkpoints between Hugging Face and the built-in trainer."""
 
 from __future__ import annotations
 

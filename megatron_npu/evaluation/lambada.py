@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu lambada``, which measures how often a checkpoint predicts a passage's last word.
+"""``megatron-npu lambada``: measure how often a checkpoint predicts the last word of a passage.
 
 The task, and the first printed line, are those of Megatron-LM's ``tasks/main.py --task LAMBADA``. The second
 line has the perplexity as lm-eval computes it. Under torchrun the processes divide the passages among

@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu generate``: generate text for a prompt, a file of prompts, or a conversation.
+"""``megatron-npu generate``: generate text for a prompt, a file of prompts, or a conversation.
 
 Several processes share one model (torchrun --nproc-per-node N -m megatron_npu generate); the text is the
 same.

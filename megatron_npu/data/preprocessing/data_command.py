@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu data``: inspect, decode, count, merge and verify ``.bin`` and ``.idx`` files."""
+"""``megatron-npu data``: inspect, decode, count, merge and verify ``.bin`` and ``.idx`` files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu checkpoint``: list, verify and prune a folder of checkpoints."""
+"""``megatron-npu checkpoint``: list, verify and prune a folder of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu dashboard``, which serves the dashboard of a finished or running job."""
+"""``megatron-npu dashboard``: serve the dashboard of a finished or running job."""
 
 from __future__ import annotations
 
