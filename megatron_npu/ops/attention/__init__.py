@@ -46,9 +46,7 @@ def attention(
     sink: Tensor | None = None,
     flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
-    """Return the attention of ``query`` over ``key`` and ``value``.
-
-    The result is contiguous and has the layout of ``query``.
+    """Return the attention of ``query`` over ``key`` and ``value``, contiguous in the layout of ``query``.
 
     Query i is at position ``offset + i``; it sees key j unless one of these forbids it: ``causal`` (j >
     position), ``window`` (j < position - window_left or j > position + window_right), ``mask`` (True at [i,
