@@ -262,7 +262,7 @@ def without_kernels() -> str | None:
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count that a slower implementation was used, and log the reason once.
+    """Count the use of a slower implementation, and log the reason once.
 
     Strict mode allows this.
     """

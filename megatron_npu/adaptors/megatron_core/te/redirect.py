@@ -21,7 +21,7 @@ _LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its lay
 
 
 def report(asked: str) -> None:
-    """Log that a request for ``asked`` returns local layers.
+    """Log that local layers are returned instead of ``asked``.
 
     Raises:
         FallbackForbiddenError: strict mode is enabled.
