@@ -26,17 +26,19 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Return whether the import hook is installed."""
+    """Return True if the import hook is installed."""
     return plugin.installed()
 
 
 def uninstall() -> None:
-    """Remove the hook and restore everything in Megatron and torch that was changed."""
+    """Remove the import hook, and restore everything that was changed in Megatron and torch."""
     plugin.uninstall()
 
 
 def ledger() -> Ledger:
-    """Return the state of every patch: pending, applied, skipped, drifted or failed."""
+    """Return the ledger, which contains the state of every patch: pending, applied, skipped, drifted or
+    failed.
+    """
     return plugin.engine().ledger
 
 

@@ -50,7 +50,10 @@ _undoing = ExitStack()
 
 
 def pins_directory() -> Path:
-    """Return the folder of the pin files, which is inside the package in a wheel and next to it otherwise."""
+    """Return the folder of the pin files.
+
+    It is inside the package in a wheel, and next to the package otherwise.
+    """
     package = Path(__file__).resolve().parent
     inside = package / "patches"
     return inside if inside.is_dir() else package.parent / "patches"
@@ -58,7 +61,7 @@ def pins_directory() -> Path:
 
 @cache
 def engine() -> Engine:
-    """Return the engine of this process."""
+    """Return the patch engine of this process."""
     return Engine(registry, prefixes=("megatron", *TASKS), on_first=_activate)
 
 
@@ -104,7 +107,7 @@ def uninstall() -> None:
 
 
 def redirect(scripts: str) -> None:
-    """Map ``torch.cuda`` to this machine's device immediately, before Megatron is imported; also in children.
+    """Map ``torch.cuda`` to this machine's device before Megatron is imported, also in child processes.
 
     Args:
         scripts: the folder of the program to run. For its modules and for those of Megatron, device tensors
@@ -164,7 +167,7 @@ def _redirect_torch() -> Device:
 
 @cache
 def announce() -> None:
-    """Print, once on rank 0, which upstream and device are used and how many patches are applied."""
+    """Print once on rank 0 which upstream and device are used, and how many patches are applied."""
     from megatron_npu import __version__, devices
 
     context, device = engine().context, devices.current()
@@ -211,7 +214,10 @@ def _guard_torch() -> None:
 
 
 def _guard_rendezvous(module: ModuleType) -> None:
-    """Read the state of a rendezvous as data; an error ends torchrun with one line."""
+    """Make torch's rendezvous read its state as data.
+
+    An error ends torchrun with a one-line message.
+    """
     _undoing.callback(one_line_end.arm(UsageError, module.RendezvousStateError).disarm)
     rendezvous_state.guard(module)
 
@@ -239,7 +245,7 @@ def _main_file() -> Path:
 
 
 def _activate() -> Context:
-    """Find the upstream, select the device, redirect torch, and let upstream's adaptors record patches."""
+    """Find the upstream, select the device, redirect torch, and import upstream's adaptors."""
     from megatron_npu import standins
     from megatron_npu.checkpoint_files.replicas import ReplicasDifferError
     from megatron_npu.ops import dispatch

@@ -1,4 +1,4 @@
-"""Adaptors that replace Megatron's symbols with our operations: one folder per upstream, and shared code."""
+"""Replace Megatron's symbols with our operations, with one folder per upstream and shared code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDERS = {
 
 
 def register(upstream: str) -> None:
-    """Import every module in the folder of ``upstream``, so that the adaptors record their patches.
+    """Import every adaptor module of ``upstream``, so that the adaptors record their patches.
 
     Raises:
         ModuleNotFoundError: there are no adaptors for that upstream.

@@ -1,4 +1,4 @@
-"""Helpers for listing the upstream bugs that this project fixes, taken from the adaptors' own records.
+"""List the upstream bugs that this project fixes, as recorded by the adaptors.
 
 The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` print this list; the
 ledger lists the patches that fix the bugs.
@@ -45,7 +45,9 @@ class Bug:
 
 
 def bugs(upstream: str) -> list[Bug]:
-    """Return the known bugs of ``upstream``, with the bugs that give wrong numbers first.
+    """Return the known bugs of ``upstream``.
+
+    Bugs that cause wrong numbers come first.
 
     Raises:
         ModuleNotFoundError: there are no adaptors for that upstream.

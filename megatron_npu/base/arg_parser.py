@@ -1,4 +1,4 @@
-"""The argument parser of every command: one-line errors, and a ``--help`` with all defaults."""
+"""Define the argument parser of every command, with one-line errors and defaults in ``--help``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from megatron_npu.base.flag_names import instead_of, nearest
 
 
 class Unfit(argparse.ArgumentTypeError):
-    """Raised when a flag does not accept a value; the message describes the accepted values."""
+    """Raised when a flag does not accept a value.
+
+    The message describes the accepted values.
+    """
 
     def __init__(self, given: str, expected: str) -> None:
         self.given, self.expected = given, expected
@@ -46,7 +49,7 @@ class Number:
     metavar: str = "N"
 
     def __call__(self, text: str) -> int | float:
-        """Return the number.
+        """Convert the text to a number, and check that it is in the accepted range.
 
         Raises:
             Unfit: the string is not an accepted number.
@@ -60,7 +63,7 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return True if a number is accepted. An integer must fit into 64 bits."""
+        """Return True if the number is in the accepted range. An integer must fit into 64 bits."""
         finite = -_INT64 <= value < _INT64 if isinstance(value, int) else math.isfinite(value)
         return finite and self.least <= value <= self.most
 
@@ -76,12 +79,17 @@ _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def byte_size_or_0(text: str) -> int:
-    """Parse a number of bytes; 0 is accepted and means none."""
+    """Parse a number of bytes.
+
+    0 is accepted and means "none".
+    """
     return 0 if text.strip() == "0" else byte_size(text)
 
 
 def byte_size(text: str) -> int:
-    """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``; also a ``type`` for ``add_argument``.
+    """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``.
+
+    It can be passed as ``type`` to ``add_argument``.
 
     Raises:
         Unfit: the string is not a positive number of bytes.
@@ -95,7 +103,7 @@ def byte_size(text: str) -> int:
 
 
 class _Help(argparse.HelpFormatter):
-    """A help formatter with short metavars that appends "required", or the default if the help omits it."""
+    """Format help with short metavars, and append "required" or the default value where the help omits it."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return metavar_of(action)
@@ -116,7 +124,10 @@ def metavar_of(action: argparse.Action) -> str:
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return a flag's default as typed on a command line; empty for a switch or a flag without a default."""
+    """Return a flag's default as it would be typed on a command line.
+
+    The result is empty for a switch and for a flag without a default.
+    """
     default = action.default
     if action.nargs == 0 or default in (None, argparse.SUPPRESS) or isinstance(default, bool):
         return ""
@@ -126,13 +137,17 @@ def default_of(action: argparse.Action) -> str:
 
 
 def _sentence(prog: str, description: str) -> str:
-    """Return a description, which may be a module's docstring, without the command's name before it."""
+    """Return a command's description without the leading command name.
+
+    The description may be a module's docstring.
+    """
     text = description.replace("``", "").removeprefix(f"{prog}: ")
     return text[:1].upper() + text[1:]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ``UsageError`` instead of exiting, and suggests the flags nearest to unknown ones.
+    """Argument parser that raises ``UsageError`` instead of exiting and suggests similar flags for unknown
+    ones.
 
     Args:
         prog: the command as typed by the user.
@@ -150,11 +165,11 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, remedy=self._remedy())
 
     def format_help(self) -> str:
-        """Return the help text, with examples and exit codes after the flags."""
+        """Return the help text, which ends with examples and exit codes."""
         return super().format_help() + end_of_help(self.prog, self.epilog)
 
     def help_about(self, keyword: str) -> str:
-        """Return the help of the flags whose name, help or group title contains a keyword.
+        """Return the help of all flags whose name, help text or group title contains the keyword.
 
         Raises:
             UsageError: no flag contains the keyword.
@@ -180,7 +195,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _answer_keyword(self, args: Any) -> None:
-        """If the arguments contain ``--help=KEYWORD``, print the help for that keyword and exit."""
+        """Print the help for a keyword and exit if the arguments contain ``--help=KEYWORD``."""
         words = sys.argv[1:] if args is None else list(args)
         words = words[: words.index("--")] if "--" in words else words
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
@@ -211,7 +226,9 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _refuse_misspelt(self, args: Any) -> None:
-        """Raise an error about an unknown flag, if there is one; it is likely a misspelt required flag.
+        """Raise an error if a flag is unknown.
+
+        An unknown flag is likely a misspelt required flag.
 
         This is called only after parsing has failed. If ``--help`` was given, the help has already been
         printed.
@@ -236,7 +253,9 @@ class Parser(argparse.ArgumentParser):
                 one.required = True
 
     def _asked(self, values: argparse.Namespace) -> Parser:
-        """Return the parser that parsed the flags: this one, or a subcommand's (``checkpoint prune``)."""
+        """Return the parser that parsed the flags, which may belong to a subcommand (``checkpoint
+        prune``).
+        """
         for dest, parsers in self._parsers_of_actions().items():
             return parsers.get(getattr(values, dest), self)
         return self
@@ -246,7 +265,7 @@ class Parser(argparse.ArgumentParser):
         return {one.dest: one.choices for one in choosers}
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise an error if there are unknown flags, with suggestions for the first one."""
+        """Raise an error if there are unknown flags, and suggest replacements for the first one."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             first, known = flags[0].partition("=")[0], self._option_string_actions
@@ -271,7 +290,9 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"{about}{error.message}", remedy=self._remedy())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Reject a value that is not among the choices, with our error message in place of argparse's."""
+        """Reject a value that is not among the choices, with this project's error message instead of
+        argparse's.
+        """
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             raise UsageError(

@@ -1,4 +1,7 @@
-"""Examples at the end of each command's ``--help``, each of which is parsed by the test suite."""
+"""Provide the examples at the end of each command's ``--help``.
+
+The test suite parses every example.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def end_of_help(prog: str, epilog: str | None) -> str:
-    """Return the last part of a command's ``--help``: examples, and exit codes if ``epilog`` has none."""
+    """Return the last part of a command's ``--help``: examples and exit codes.
+
+    Exit codes are omitted if ``epilog`` already lists them.
+    """
     examples = EXAMPLES.get(prog, ())
     parts = []
     if examples:

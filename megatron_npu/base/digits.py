@@ -1,4 +1,4 @@
-"""Parse a non-negative integer from an untrusted text."""
+"""Parse non-negative integers from untrusted text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ _MOST = 18  # digits, which fit in 64 bits
 
 
 def number(text: str) -> int | None:
-    """Return the number that a text of decimal digits gives; None for other texts and for over 18 digits.
+    """Convert a text of decimal digits to an integer.
+
+    Return None for other texts and for more than 18 digits.
 
     ``int`` alone raises an error for over 4300 digits although ``isdecimal`` accepts them.
     """

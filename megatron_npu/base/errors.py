@@ -1,4 +1,4 @@
-"""``UsageError``, an error that a user can fix (given, expected, remedy), and file system errors."""
+"""Define ``UsageError``, the error for problems that a user can fix, and helpers for file-system errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_of_files(error: OSError) -> bool:
 
 
 def either(names: Iterable[object]) -> str:
-    """Return the names as a list in a sentence: ``a``, ``a or b``, or ``a, b or c``."""
+    """Join names for use in a sentence: ``a``, ``a or b``, or ``a, b or c``."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -79,7 +79,7 @@ class UsageError(Exception):
 
     @property
     def problem(self) -> str:
-        """What was given and what was expected, without the remedy."""
+        """The given and the expected value in one sentence, without the remedy."""
         return f"{self.given}; expected {self.expected}" if self.expected else self.given
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:

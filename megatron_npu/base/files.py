@@ -28,7 +28,9 @@ PRIVATE = 0o027  # what is taken from the modes of new files and folders: the gr
 
 
 def tighten_umask() -> int:
-    """Remove at least the permissions in ``PRIVATE`` from this process's new files; return the old umask.
+    """Remove at least the permissions in ``PRIVATE`` from new files of this process.
+
+    Return the previous umask. A stricter user umask is kept.
 
     A stricter user umask is kept.
     """
@@ -38,7 +40,7 @@ def tighten_umask() -> int:
 
 
 def lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, like editors and JSON.
+    """Return the lines of a UTF-8 file, split only at line feeds and carriage returns as in editors and JSON.
 
     ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
     """
@@ -47,7 +49,10 @@ def lines(path: str | Path) -> list[str]:
 
 
 def nearest(path: str | Path) -> str:
-    """Return the remedy for a path that does not exist: the file there with the most similar name, if any."""
+    """Suggest the existing file with the most similar name for a path that does not exist.
+
+    The result is empty if no file has a similar name.
+    """
     path = Path(path)
     try:
         names = [one.name for one in path.parent.iterdir() if one.suffix == path.suffix and one.is_file()]
@@ -58,17 +63,22 @@ def nearest(path: str | Path) -> str:
 
 
 def partial_file(path: Path) -> Path:
-    """Return the temporary name of a file; it contains the process number, so that ranks do not collide."""
+    """Return the temporary name of a file.
+
+    The name contains the process id, so that ranks do not collide.
+    """
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the temporary name of a folder, which is the same for all ranks that write to it."""
+    """Return the temporary name of a folder, which is the same on all ranks that write to the folder."""
     return path.with_name(f".{path.name}.partial")
 
 
 def created(path: str | Path, mode: int = 0o666, buffering: int = -1) -> BinaryIO:
-    """Create a file, in place of what has its name, and open it for writing; no link is followed.
+    """Create a file and open it for writing, replacing an existing file.
+
+    Symbolic links are not followed.
 
     In a folder that several users can write to, another user can guess a temporary name and put a link there.
 
@@ -85,7 +95,9 @@ def created(path: str | Path, mode: int = 0o666, buffering: int = -1) -> BinaryI
 
 
 def claim(stream: IO[bytes]) -> None:
-    """Lock an open temporary file to mark it as being written; the lock is released when the process ends.
+    """Lock an open temporary file to mark it as being written.
+
+    The lock is released when the process ends.
 
     On a file system without locks, nothing is locked, and ``remove_abandoned`` keeps the files.
     """
@@ -94,7 +106,7 @@ def claim(stream: IO[bytes]) -> None:
 
 
 def remove_abandoned(path: Path) -> list[Path]:
-    """Remove the temporary files of ``path`` that killed processes left behind, and return their names.
+    """Remove the temporary files of ``path`` that killed processes left behind. Return the removed names.
 
     Use this only for files that their writers lock (``claim``): unlocked files are removed.
     """
@@ -108,7 +120,10 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Return True if this is a regular file that no process has locked; pipes are not opened."""
+    """Return True if the temporary file is a regular file that no process has locked.
+
+    Pipes are not opened.
+    """
     try:
         descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -123,7 +138,7 @@ def _is_abandoned(partial: Path) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """Return the reason why no file can be created in an existing folder; empty if one can be created.
+    """Return the reason why no file can be created in an existing folder, or an empty string.
 
     This function creates an unnamed file, because ``os.access`` returns True for root even in folders such as
     /proc.
@@ -136,7 +151,7 @@ def refusal(folder: Path) -> str:
 
 
 def own_opener(path: str, flags: int) -> int:
-    """Open a file (``open(..., opener=own_opener)``), but do not follow a link that another user created.
+    """Open a file (``open(..., opener=own_opener)``) without following a link that another user created.
 
     In a folder that several users can write to, such a link could make this user overwrite their own files.
 
@@ -175,7 +190,9 @@ def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
 
 
 def regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; use it for files in folders that may be from another user.
+    """Open a regular file for reading.
+
+    Use this function for files in folders that another user may own.
 
     Opening a pipe would wait for its writer, which may never come.
 
@@ -196,7 +213,7 @@ def text(path: str | Path) -> str:
 
 
 def others(path: str | Path) -> str:
-    """Return the reason why another user could have written a file or folder; empty if none could.
+    """Return the reason why another user could have written a file or folder, or an empty string.
 
     The reason is part of an error message. Root and the current user do not count.
     """
@@ -213,13 +230,16 @@ def others(path: str | Path) -> str:
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return True if a mode lets anyone write but the owner, root, root's group and the private group."""
+    """Return True if a file mode grants write access to others.
+
+    The owner, root, root's group and the user's private group do not count as others.
+    """
     group = status.st_mode & stat.S_IWGRP and status.st_gid != _ROOT and not _is_private(status.st_gid)
     return bool(status.st_mode & stat.S_IWOTH or group)
 
 
 def _is_private(group: int) -> bool:
-    """Return True if a group is the user's private group: it has the user's name and no other members."""
+    """Return True if a group is the user's private group, which has the user's name and no other members."""
     try:
         own, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:
@@ -228,7 +248,9 @@ def _is_private(group: int) -> bool:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file atomically: at any time, either the old or the complete new file exists.
+    """Write a file atomically.
+
+    At any time, the path has either its old content or the complete new content.
 
     Args:
         path: the final name of the file.
@@ -239,14 +261,17 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def name(error: BaseException | None, path: str | Path) -> None:
-    """Add the file's name to operating-system errors in the block that do not contain one."""
+    """Add the file's name to operating-system errors in the block that do not already name a file."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a binary stream whose content becomes ``path`` if the block succeeds and is removed otherwise."""
+    """Yield a binary stream whose content becomes the file ``path`` if the block succeeds.
+
+    If the block fails, the content is removed.
+    """
     path = Path(path)
     partial = partial_file(path)
     remove_abandoned(path)
@@ -266,7 +291,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``path`` if the block succeeds and is removed otherwise.
+    """Yield an empty folder that is moved to ``path`` if the block succeeds and removed if it fails.
 
     The leftovers of a killed attempt are removed first. Only one process may call this at a time.
 
@@ -321,7 +346,10 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 def restore_replaced(parent: Path, names: str = "*") -> None:
-    """Restore folders whose replacement was interrupted; remove old folders whose replacement is complete.
+    """Finish interrupted folder replacements.
+
+    Restore a folder whose replacement was interrupted, and remove an old folder whose replacement is
+    complete.
 
     Args:
         parent: the folder that contains them.

@@ -1,4 +1,4 @@
-"""Flags of MindSpeed, Transformers and Megatron under other names, and what replaces each of them here."""
+"""Map flags of MindSpeed, Transformers and Megatron to this project's equivalents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Instead(NamedTuple):
-    """What replaces a flag in the commands that have a certain flag of their own.
+    """The replacement of a flag in the commands that have a certain other flag.
 
     Attributes:
         where: the flag that a command must have for ``text`` to apply to it.
@@ -66,7 +66,7 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
 
 
 def instead_of(flag: str, known: Container[str]) -> str | None:
-    """Return what to use in place of a flag.
+    """Return the replacement of a flag from another project.
 
     Args:
         flag: an unknown flag, such as ``--use-fused-rmsnorm``.
@@ -82,10 +82,10 @@ def instead_of(flag: str, known: Container[str]) -> str | None:
 
 
 def nearest(flag: str, known: Collection[str]) -> list[str]:
-    """Return up to three known flags that are spelt like ``flag``, the nearest first."""
+    """Return up to three known flags with names similar to ``flag``, the most similar first."""
     return difflib.get_close_matches(flag, known, n=3)
 
 
 def flags_of_others() -> list[str]:
-    """Return the flags for which there is a replacement."""
+    """Return the flags of other projects that have a replacement here."""
     return list(_INSTEAD)

@@ -1,4 +1,4 @@
-"""Find whether and where a package is installed, without importing it."""
+"""Check whether and where a package is installed, without importing it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,10 @@ _MISSING = object()
 
 
 class Replaced:
-    """A set of replaced attributes; ``undo`` restores all of them."""
+    """Replaced attributes of modules and classes.
+
+    ``undo`` restores all of them.
+    """
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []

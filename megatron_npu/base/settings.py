@@ -1,4 +1,4 @@
-"""All environment variables of this package, with their help texts.
+"""Declare all environment variables of this package, with their help texts.
 
 Nothing else in the package reads a ``MEGATRON_NPU_*`` name from ``os.environ``; ``check`` rejects unknown
 names, which would otherwise have no effect. (torch's entry point, outside the package, reads
@@ -37,7 +37,7 @@ _FEW = 8  # more choices than this are not listed where some of them resemble wh
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable. Declaring one adds it to ``VARIABLES``.
+    """Describe an environment variable. Declaring one adds it to ``VARIABLES``.
 
     Attributes:
         name: the name of the variable.
@@ -58,12 +58,12 @@ class Variable:
         VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the effective value as a string, after ``value`` has validated it."""
+        """Return the effective value as a string after validating it."""
         self.value()
         return self._text()
 
     def value(self) -> object:
-        """Return the effective value converted by ``type``, for instance to a number.
+        """Return the effective value, converted to a number or another type by ``type``.
 
         Raises:
             UsageError: the value is not accepted by ``choices`` or ``type``.
@@ -79,7 +79,9 @@ class Variable:
             raise UsageError(f"{self.name} {unfit}", remedy=remedy.format(self.name, self.default)) from None
 
     def read(self, text: str) -> object:
-        """Return ``text`` converted by ``type``; also the ``type`` of the flag that sets the variable.
+        """Convert a text to the variable's type.
+
+        It is also the ``type`` of the flag that sets the variable.
 
         Raises:
             Unfit: ``choices`` or ``type`` does not accept ``text``.
@@ -90,7 +92,7 @@ class Variable:
         return self.type(text)
 
     def enabled(self) -> bool:
-        """Return True if an on/off variable is on."""
+        """Return True if an on/off variable is set to on."""
         return self.get() == "1"
 
     def _text(self) -> str:
@@ -300,7 +302,7 @@ SIM_HCCL_DELAY = Variable(
 
 
 def check() -> None:
-    """Check every ``MEGATRON_NPU_*`` variable that is set, before any of them is used.
+    """Validate every ``MEGATRON_NPU_*`` environment variable that is set, before any of them is used.
 
     Raises:
         UsageError: a variable is unknown or has a value that is not accepted.
@@ -317,7 +319,7 @@ def check() -> None:
 
 
 def _torchs_safety_is_on() -> None:
-    """Check that torch's own environment variable does not allow ``torch.load`` to execute code from files.
+    """Check that torch's environment variables do not allow ``torch.load`` to execute code from files.
 
     Raises:
         UsageError: the variable is set, but ``MEGATRON_NPU_TRUST_FILES`` does not allow it.

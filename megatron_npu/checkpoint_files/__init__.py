@@ -1,1 +1,1 @@
-"""Support for checkpoint files: checksums, locks, per-machine parts, and the comparison of replicas."""
+"""Manage checkpoint files: checksums, locks, per-machine parts, and the comparison of replicas."""

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, which are written on save and verified on load.
+"""Write checksums of a checkpoint's files on save, and verify them on load.
 
 They detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can change
 its checksum. They are 128-bit XXH3 digests, computed with the xxhash package at more than 10 GB/s, so the
@@ -33,7 +33,9 @@ Entries = dict[str, list[int | str]]  # of each file its bytes and digest
 
 
 def write(folder: Path) -> None:
-    """Write the checksums of all files in ``folder``. All ranks must call this after all files are written.
+    """Write the checksums of all files in ``folder``.
+
+    All ranks must call this after all files are written.
 
     Ranks divide the work: each torch_dist shard is hashed by the rank that wrote it, from its machine's page
     cache; the ``mp_rank_…`` folders of the torch format are assigned to ranks in turn. If each machine keeps
@@ -73,7 +75,7 @@ def forget(folder: Path) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Return this rank and the number of ranks, which are 0 and 1 in a single-process run."""
+    """Return this rank and the number of ranks, or 0 and 1 in a single-process run."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -153,7 +155,9 @@ def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
 
 
 def _is_being_written(folder: Path) -> bool:
-    """Return True if one of our commands is still writing a folder, which is verified before the rename."""
+    """Return True if one of our commands is still writing a folder, which is verified before it is
+    renamed.
+    """
     return any(parent.name.endswith(".partial") for parent in (folder, folder.parent))
 
 
@@ -185,7 +189,10 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return the problems with a checkpoint's files. Without checksums, only missing shards are found."""
+    """Return the problems with a checkpoint's files.
+
+    Without checksums, only missing shards can be found.
+    """
     entries, faults = _entries(folder)
     return sorted({*faults, *_faults(folder, entries, entries)})
 
@@ -198,7 +205,9 @@ def of_other_sizes(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> tuple[Entries, list[str]]:
-    """Return the recorded checksums (empty if there are none), and the problems found with them.
+    """Return the recorded checksums, and the problems with the records.
+
+    Without records, both are empty.
 
     Checksums cover the files that existed when they were written; the index names all required shards. Files
     that are on other machines' disks are left out.
@@ -220,7 +229,10 @@ def _faults(
     at_once: int = _AT_ONCE,
     stop: threading.Event | None = None,
 ) -> list[str]:
-    """Return the problems with the given files. The GIL is released while they are read and hashed."""
+    """Return the problems with the given files.
+
+    The GIL is released while files are read and hashed.
+    """
     ordered = sorted(names)
     with ThreadPoolExecutor(at_once) as pool:
         faults = pool.map(lambda name: _fault(folder / name, entries[name], stop), ordered)
@@ -245,7 +257,7 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and log the skipped ones.
+    """Return the iteration that ``--load-last-good`` loads, and log the skipped iterations.
 
     All ranks must call this.
 
@@ -277,7 +289,7 @@ def _all(folder: Path) -> Iterable[Path]:
 
 
 def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
-    """Return the rank that computes the checksum of the file ``path``; see ``write``."""
+    """Return the rank that computes the checksum of a file; see ``write``."""
     if (number := _number(path)) is not None:
         return number % ranks
     if path.parent.name.startswith("mp_rank_"):
@@ -286,13 +298,15 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that wrote a torch_dist shard, according to its name, or None for other files."""
+    """Return the rank that wrote a torch_dist shard according to its file name, or None."""
     number = path.name.removeprefix("__").split("_")[0]
     return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
 
 
 def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
-    """Return the rank that verifies each file: its writer, if the same number of ranks wrote the checkpoint.
+    """Return the rank that verifies each file.
+
+    It is the file's writer if the number of ranks is unchanged.
 
     The writer also loads that file, so its machine reads it only once. Otherwise, the ranks take turns.
     """
@@ -335,7 +349,7 @@ def _entry(path: Path) -> list[int | str]:
 
 
 def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
-    """Return the checksum of a file, or None if ``stop`` was set in the meantime."""
+    """Return the checksum of a file, or None if ``stop`` was set during the computation."""
     import xxhash
 
     digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)

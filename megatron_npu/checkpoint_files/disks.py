@@ -1,4 +1,4 @@
-"""Save checkpoints in parts, each on the disk of its machine (``--save-per-machine``).
+"""Save checkpoints in parts on the disks of each machine (``--save-per-machine``).
 
 Ranks that see the same folder under one path share a disk, and the first of them acts for it. Each disk has
 the shards of its own ranks and all small files: index, description, checksums, and ``machine.json``, which
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """Description of the disks of a run for a given folder, and of the ranks that share each of them.
+    """The disks of a run for a given folder, and the ranks that share each disk.
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
@@ -50,18 +50,18 @@ class Disks:
 
     @property
     def first(self) -> int:
-        """The rank that acts for this rank's disk."""
+        """The rank that acts on behalf of this rank's disk."""
         return self.of_rank[dist.get_rank()]
 
     @property
     def members(self) -> list[int]:
-        """The ranks that see this rank's disk."""
+        """The ranks that can access this rank's disk."""
         return [rank for rank, first in enumerate(self.of_rank) if first == self.first]
 
 
 @dataclass
 class _Run:
-    """The state of the current run.
+    """State of the current run.
 
     Attributes:
         saves_into: the disks that the run saves to, or None if all ranks share one folder.
@@ -74,29 +74,38 @@ _run = _Run()
 
 
 def several() -> Disks | None:
-    """Return the disks that this run saves to, or None if all ranks share one disk."""
+    """Return the disks to which this run saves, or None if all ranks share one disk."""
     return _run.saves_into
 
 
 def leads() -> bool:
-    """Return True if this rank acts for its disk. If all ranks share one disk, rank 0 acts for it."""
+    """Return True if this rank acts on behalf of its disk.
+
+    If all ranks share one disk, rank 0 acts for it.
+    """
     return not dist.is_initialized() or dist.get_rank() == (
         0 if _run.saves_into is None else _run.saves_into.first
     )
 
 
 def save_into(folder: Path) -> None:
-    """Find out which ranks share a disk, and use this for later saves. All ranks must call this."""
+    """Determine which ranks share a disk, and use the result for later saves.
+
+    All ranks must call this.
+    """
     _run.saves_into = _found(folder)
 
 
 def forget() -> None:
-    """Make later saves use one shared folder again."""
+    """Use one shared folder for later saves again."""
     _run.saves_into = None
 
 
 def _found(folder: Path) -> Disks | None:
-    """Find which ranks see the same disk under ``folder``, creating it if needed; None if all ranks do."""
+    """Determine which ranks share the disk of ``folder``.
+
+    Return None if all ranks share it.
+    """
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     error = None
     try:
@@ -120,7 +129,7 @@ def _found(folder: Path) -> Disks | None:
 
 
 def _seen(folder: Path, names: list[str]) -> list[int]:
-    """Return the ranks whose marks are visible on this rank."""
+    """Return the ranks whose marker files are visible on this rank."""
     end = time.monotonic() + _PATIENCE
     while True:
         there = [rank for rank, name in enumerate(names) if (folder / name).is_file()]
@@ -139,7 +148,10 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def absent(folder: Path) -> dict[str, str]:
-    """Return the checkpoint files that are on other machines, with the machine of each; empty if none are."""
+    """Return the checkpoint files on other machines with their machines.
+
+    The result is empty if there are none.
+    """
     elsewhere = _record(folder).get("elsewhere")
     if not isinstance(elsewhere, dict):
         return {}
@@ -147,7 +159,7 @@ def absent(folder: Path) -> dict[str, str]:
 
 
 def told(folder: Path) -> str | None:
-    """Return a description of the part of a checkpoint in a folder, or None if the checkpoint is complete."""
+    """Describe the part of a checkpoint in a folder, or return None if the checkpoint is complete."""
     away = absent(folder)
     if not away:
         return None
@@ -158,7 +170,7 @@ def told(folder: Path) -> str | None:
 
 
 def require_whole(folder: Path) -> None:
-    """Check that a checkpoint to be read by one process is complete and not one machine's part.
+    """Check that a checkpoint for a single reading process is complete, not one machine's part.
 
     Raises:
         UsageError: the folder contains only a part.
@@ -207,7 +219,10 @@ def complete(folder: Path) -> None:
 
 
 def _spread(folder: Path, disks: Disks) -> str | None:
-    """Implement ``complete`` on the first rank of a disk; return a shard that no machine has, or None."""
+    """Run ``complete`` on the first rank of a disk.
+
+    Return a shard that no machine has, or None.
+    """
     listed: list[Any] = [None] * len(disks.hosts)
     folder.mkdir(parents=True, exist_ok=True)  # none of its ranks may have written
     own = _names(folder)
@@ -252,7 +267,9 @@ def _names(folder: Path) -> list[str]:
 
 
 def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
-    """Send a file to the other ranks of a group; only ranks with ``wanted`` write it.
+    """Send a file to the other ranks of a group.
+
+    Only ranks with ``wanted`` write it.
 
     All ranks of the group must call this.
     """
@@ -278,7 +295,9 @@ def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
 
 @contextlib.contextmanager
 def whole(folder: Path | None) -> Iterator[None]:
-    """Provide all files of a checkpoint on every machine while the block loads it. All ranks must call this.
+    """Provide all files of a checkpoint on every machine while the block loads it.
+
+    All ranks must call this.
 
     Machines that have parts send each other the missing files, which are removed after the block.
 
@@ -320,7 +339,10 @@ def whole(folder: Path | None) -> Iterator[None]:
 
 
 def _bring(folder: Path, disks: Disks, brought: list[Path]) -> list[str]:
-    """Fetch the files that are missing on this rank's disk; return those that no machine has."""
+    """Fetch the files that are missing on this rank's disk.
+
+    Return those that no machine has.
+    """
     listed: list[Any] = [None] * len(disks.hosts)
     dist.all_gather_object(listed, (_names(folder), sorted(absent(folder))), group=disks.group)
     places = {first: set(own) for first, (own, _) in zip(disks.hosts, listed, strict=True)}

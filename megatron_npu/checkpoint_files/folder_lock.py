@@ -19,7 +19,9 @@ _held: set[int] = set()  # descriptors
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder, creating it if necessary, and return the lock, which is passed to ``release``.
+    """Lock a folder, creating it if necessary.
+
+    Return the lock for ``release``.
 
     The result is None if the file system has no locks; no run is rejected in this case.
 
@@ -49,7 +51,10 @@ def hold(folder: Path) -> int | None:
 
 
 def _opened(path: Path) -> int:
-    """Open the lock file, creating it if necessary; a file or link of another user is opened read-only."""
+    """Open the lock file, creating it if necessary.
+
+    A file or link of another user is opened read-only.
+    """
     try:
         return files.own_opener(str(path), os.O_RDWR | os.O_CREAT)
     except PermissionError:

@@ -12,7 +12,9 @@ from megatron_npu.checkpoint_files import checksums, disks, index
 
 
 def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
-    """Copy the parts of one checkpoint into a new folder; return the folder and its number of files.
+    """Copy the parts of one checkpoint into a new folder.
+
+    Return the folder and its number of files.
 
     Args:
         parts: the iteration's folder on each machine's disk.

@@ -1,4 +1,4 @@
-"""Find the shards that the index of a checkpoint in torch's format names, without unpickling the index."""
+"""Find the shards named in a checkpoint's index in torch's format, without unpickling the index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 
 
 def shards(folder: Path) -> set[str]:
-    """Return the names of the files that contain a checkpoint's tensors; empty if there is no index."""
+    """Return the names of the files that contain a checkpoint's tensors, or an empty set without an index."""
     try:
         return {name.decode() for name in _SHARD.findall((folder / NAME).read_bytes())}
     except OSError:
@@ -18,5 +18,5 @@ def shards(folder: Path) -> set[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """Return the shards that the index names but that are missing in the folder."""
+    """Return the shards that the index names but the folder lacks."""
     return sorted(name for name in shards(folder) if not (folder / name).is_file())

@@ -1,4 +1,7 @@
-"""Remove a checkpoint so that an interrupted removal never leaves one that appears to be complete."""
+"""Remove a checkpoint safely.
+
+An interrupted removal never leaves a checkpoint that appears to be complete.
+"""
 
 from __future__ import annotations
 

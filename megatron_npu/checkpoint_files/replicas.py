@@ -20,7 +20,7 @@ Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class ReplicasDifferError(RuntimeError):
-    """Raised when replicas have diverged, because continuing would train several different models.
+    """Raised when replicas have diverged, because training would continue with different models.
 
     Args:
         what: ``weight`` or ``gradient of``.
@@ -56,7 +56,9 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks of a group have bitwise identical tensors. All of them must call this.
+    """Check that all ranks of a group have bitwise identical tensors.
+
+    All of these ranks must call this.
 
     Each tensor is copied to the host and hashed there (XXH3), which is exact and the same for every device.
 
@@ -100,7 +102,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
-    """Raise ``ReplicasDifferError``, given the digests of all tensors on each of ``ranks``."""
+    """Raise ``ReplicasDifferError`` for the digests of all tensors on each of ``ranks``."""
     names = dict.fromkeys(name for each in digests for name in each)
     differing = [name for name in names if len({each.get(name) for each in digests}) > 1]
     first = [each.get(differing[0]) for each in digests]
@@ -144,7 +146,7 @@ def check_megatron_gradients(chunks: Sequence[Any]) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """Return a parameter's gradient, from Megatron's buffer if there is one."""
+    """Return a parameter's gradient from Megatron's buffer if there is one, or its own gradient."""
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 
@@ -156,7 +158,7 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def _check_both(what: str, found: Sequence[tuple[str, Tensor, nn.Parameter]]) -> None:
-    """Compare dense parameters and expert parameters, each within the group whose ranks replicate them."""
+    """Compare dense parameters and expert parameters, each within the group of ranks that replicate them."""
     from megatron.core import parallel_state
 
     dense = [(name, tensor) for name, tensor, p in found if getattr(p, "allreduce", True)]

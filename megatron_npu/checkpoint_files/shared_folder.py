@@ -57,7 +57,7 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
 
 
 def views(folder: Path) -> list[tuple[bool, str]]:
-    """Return, for each rank, whether it sees a file that rank 0 creates in a folder, and its host name.
+    """Return for each rank whether it sees a file that rank 0 creates in a folder, and its host name.
 
     All ranks must call this. The list is empty if there is one rank, or if rank 0 cannot create the file.
     """
@@ -125,7 +125,7 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
 
 
 def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
-    """Return True if a condition on a folder holds, after waiting for network file systems to catch up."""
+    """Return True if a condition on a folder becomes true, allowing for delays of network file systems."""
     if holds():
         return True
     end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]
@@ -137,7 +137,10 @@ def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
 
 
 def _made(folder: Path) -> Path | None:
-    """Create a new file in a folder, creating the folder if necessary; return None if this fails."""
+    """Create a new file in a folder, creating the folder if necessary.
+
+    Return None if this fails.
+    """
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ def _gathered(own: Any) -> list[tuple[Any, str]]:
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Return the names of the machines that have a rank with a value for which ``of`` is True."""
+    """Return the names of the machines with a rank whose value satisfies ``of``."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

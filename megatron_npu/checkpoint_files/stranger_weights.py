@@ -1,4 +1,4 @@
-"""Check downloaded weights: compare them with the published hash, and search for implausible values.
+"""Check downloaded weights against the published hash, and search them for implausible values.
 
 A ``model.safetensors`` contains no checksum, but the hub has the SHA-256 of each large file: its cache uses
 the SHA-256 as the file name, and ``hf download --local-dir`` stores it beside the file.
@@ -26,7 +26,7 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def require_as_downloaded(folder: Path) -> int:
-    """Compare the weights in a folder with the hub's checksums, if there are any.
+    """Compare the weights in a folder with the hub's checksums, if available.
 
     Return the number of files that were compared.
 
@@ -48,7 +48,7 @@ def require_as_downloaded(folder: Path) -> int:
 
 
 def _of_the_hub(file: Path) -> str | None:
-    """Return the digest that the hub's cache, or a download into a folder, records for a file."""
+    """Return the recorded digest of a file from the hub's cache or from a download into a folder."""
     if file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
         return file.resolve().name
     note = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
@@ -68,7 +68,7 @@ def _sha256(file: Path) -> str:
 
 
 def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Log the weights with values that no trained model has, and return their names.
+    """Log the weights with values that trained models do not have, and return their names.
 
     Args:
         where: the source of the weights.
@@ -88,7 +88,8 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
-    """Call ``tell_of_implausible`` for models loaded from a checkpoint without checksums; return the names.
+    """Search models loaded from a checkpoint without checksums for implausible weights, and return their
+    names.
 
     Checkpoints with checksums have already been verified.
     """

@@ -1,4 +1,4 @@
-"""The ``megatron-npu`` command, which runs a subcommand.
+"""Implement the ``megatron-npu`` command, which runs a subcommand.
 
 Invalid input results in a one-line error and exit code 2.
 """
@@ -178,7 +178,7 @@ def _unknown(name: str) -> UsageError:
 
 
 def _for_absent_scripts(argv: list[str]) -> list[str]:
-    """Replace ``run generate_samples_gpt.py`` with ``generate`` if this checkout has no such script."""
+    """Replace ``run generate_samples_gpt.py`` by ``generate`` if this checkout lacks that script."""
     script = argv[1] if argv[0] == "run" and argv[1:] else ""
     if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
         return argv
@@ -229,7 +229,10 @@ def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
-    """Handle help, version and unknown commands. Return the exit code, or None for a known command."""
+    """Handle help, version and unknown commands.
+
+    Return the exit code, or None for a known command.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         return _say(_usage(), 0 if argv else 2)
     if argv[0] in _VERSION or (argv[0] in COMMANDS and argv[1:2] and argv[1] in _VERSION):
@@ -243,7 +246,7 @@ def _answer_without_command(argv: list[str]) -> int | None:
 
 
 def _run_heard(argv: list[str]) -> int:
-    """Run an existing command after checking the settings, and handle Ctrl-C."""
+    """Check the settings, run an existing command, and handle Ctrl-C."""
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
@@ -289,7 +292,7 @@ def _say(text: str, code: int) -> int:
 
 
 def _reader_is_gone() -> int:
-    """Return the exit code for a closed pipe, whose reader (such as ``head``) has ended."""
+    """Return the exit code for a closed pipe, which means that its reader (such as ``head``) has exited."""
     _drop_output()
     return 1
 
@@ -299,14 +302,16 @@ def _drop_output() -> None:
 
 
 def _write_any_character() -> None:
-    """Print characters that the locale's encoding does not support as escapes instead of ending the run."""
+    """Print characters that the locale's encoding cannot represent as escapes instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and (stream.errors == "strict" or stream.encoding != "utf-8"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _write_whole_lines() -> None:
-    """Write whole lines, even under ``python -u``, because the ranks started by torchrun share a pipe.
+    """Write whole lines to standard output, even under ``python -u``.
+
+    The ranks started by torchrun share one pipe.
 
     torchrun starts ranks with ``python -u``. ``print`` writes the text and the line feed separately, so
     another rank's output could come between them.
@@ -342,19 +347,24 @@ def _run(argv: list[str]) -> int:
 
 
 def rapidformer() -> int:
-    """Run ``megatron-npu train`` under the name ``rapidformer``, which the PAI-Rapidformer document uses."""
+    """Run ``megatron-npu train`` under the name ``rapidformer`` from the PAI-Rapidformer document."""
     return main(["train", *sys.argv[1:]])
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Let a command clean up after SIGTERM; ranks started by a launcher keep the default action."""
+    """Let a command clean up after SIGTERM.
+
+    Ranks started by a launcher keep the default action.
+    """
     if command in _HEAR_TERMINATION and "TORCHELASTIC_RUN_ID" not in os.environ:
         return interruption.termination_heard()
     return contextlib.nullcontext()
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Prepare a command that does not require torch because it only prints its help or reads source files."""
+    """Return a context for commands that do not require torch, because they only print help or read
+    sources.
+    """
     if _asks_for_help(argv):
         return inert_packages.for_help()
     if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in _flags(argv)):

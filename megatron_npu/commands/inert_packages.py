@@ -1,4 +1,4 @@
-"""Inert stub modules that replace packages which a command imports but does not use.
+"""Provide inert stub modules for packages that a command imports but does not use.
 
 Help texts and static commands import modules that start with ``import torch`` for annotations, base classes,
 decorators and tables, but do not compute anything. With inert stubs, these modules work without torch, and a
@@ -29,7 +29,7 @@ _PROJECT = __name__.partition(".")[0]
 
 @contextlib.contextmanager
 def for_help() -> Iterator[None]:
-    """Import modules inside the block only for their help texts. They are unloaded after the block."""
+    """Import modules only for their help texts inside the block, and unload them afterwards."""
     names = [*_not_imported(SLOW), *_absent(DECLARED)]
     before = set(sys.modules)
     finder = _Finder(names)
@@ -44,7 +44,7 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Import adaptors only for the patches that they record. Missing packages remain inert afterwards."""
+    """Import adaptors only to read their patch records. Missing packages remain inert afterwards."""
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))
@@ -59,7 +59,7 @@ def _absent(names: Sequence[str]) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A module finder that provides inert modules for the given packages and all their submodules."""
+    """Module finder that provides inert modules for the given packages and their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -84,7 +84,10 @@ class _Module(types.ModuleType):
 
 
 class _Inert(type):
-    """The metaclass of names in inert modules. They are classes, so that classes can inherit from them."""
+    """Metaclass of names in inert modules.
+
+    The names are classes, so that other classes can inherit from them.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         return _inert(name, f"{cls.__module__}.{cls.__qualname__}")

@@ -1,4 +1,4 @@
-"""``megatron-npu patches list|check|pin``, also called ``ledger``, ``check`` and ``pin``.
+"""Implement ``megatron-npu patches list|check|pin``, also called ``ledger``, ``check`` and ``pin``.
 
 ``check`` and ``pin`` read Megatron's source files without importing them; ``list`` imports the patched
 modules.
@@ -40,7 +40,7 @@ _NAME = (
 
 
 def patches(argv: list[str]) -> int:
-    """Run ``list``, ``check`` or ``pin``.
+    """Run one of the subcommands ``list``, ``check`` and ``pin``.
 
     Returns:
         The action's exit code; 2 if no action is given.
@@ -202,7 +202,7 @@ def _find(options: argparse.Namespace) -> Upstream:
 
 
 def _records(found: Upstream) -> list[Patch]:
-    """Import the adaptors, which only records patches, and return the patches for this upstream version."""
+    """Import the adaptors to record their patches, and return those for this upstream version."""
     if found.name not in megatrons.NAMES:
         raise UsageError(
             f"unknown upstream {found.name}; --upstream must be {either(megatrons.NAMES)}",
@@ -219,7 +219,7 @@ def _records(found: Upstream) -> list[Patch]:
 
 
 def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
-    """Return the patches whose package, such as ``megatron/training``, exists in this copy of Megatron."""
+    """Return the patches whose package (such as ``megatron/training``) exists in this copy of Megatron."""
 
     def ships(module: str) -> bool:
         parts = module.split(".")[:2]
@@ -249,7 +249,10 @@ def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
 
 
 def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
-    """Import ``modules`` with the hook armed: by default ``named``, or else every module with patches."""
+    """Import ``modules`` with the import hook armed, and return the ledger.
+
+    The default is ``named``, or else every module with patches.
+    """
     if str(found.root) not in map(os.path.realpath, sys.path):
         sys.path.insert(0, str(found.root))
     sys.path.append(str(found.root / "tasks"))  # as tasks/main.py finds what it imports
@@ -263,7 +266,9 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
 
 
 def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
-    """Import a module of upstream. Return the reason if it cannot be imported, or None.
+    """Try to import an upstream module.
+
+    Return the reason if it cannot be imported, or None.
 
     Raises:
         UsageError: the module does not exist, and the user has asked for it.
@@ -331,7 +336,10 @@ def _ours(group: list[Verdict]) -> list[str]:
 
 
 def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
-    """Return a report with one entry per target: failures first, then compatible changes, then the rest."""
+    """Return a report with one entry per target.
+
+    Failures come first, followed by compatible changes and all other targets.
+    """
     groups = sorted(by_target(verdicts), key=lambda group: (not group[0].fails, not group[0].drifted))
     lines = [f"{found.name} {found.version} in {found.root}", _pins_in_words(found)]
     for group in groups:
@@ -342,7 +350,7 @@ def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
 
 
 def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
-    """Yield the lines about one target; if it differs from its pin, they describe the change."""
+    """Yield the report lines about one target, including a description of changes since it was pinned."""
     worst, ours = group[0], ", ".join(_ours(group))
     if worst.fails or worst.drifted:
         yield f"{'FAILS' if worst.fails else 'warns':<5}  {worst.target}"
@@ -357,7 +365,7 @@ def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
 
 
 def _pins_in_words(found: Upstream) -> str:
-    """Describe the versions whose pins are used: this version's and, if needed, those of others."""
+    """Describe which versions' pins are used: this version's and, if needed, those of other versions."""
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:

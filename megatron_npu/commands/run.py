@@ -1,4 +1,4 @@
-"""Implementation of ``megatron-npu run SCRIPT ARGS…``, which runs an unmodified script with patches.
+"""Implement ``megatron-npu run SCRIPT ARGS…``, which runs an unmodified script with patches.
 
 The script runs on this machine's device.
 """
@@ -49,7 +49,10 @@ _OF_A_CHECKOUT = frozenset(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser; its flags precede the script, which has its own flags."""
+    """Return the command's parser.
+
+    The command's flags precede the script, and the script's flags follow it.
+    """
     result = Parser("megatron-npu run", description=_DESCRIPTION, usage=_USAGE)
     result.add_argument(
         "--redirect",
@@ -67,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script, and return 0. If it raises SystemExit, this process ends with the same code.
+    """Run the script and return 0. If it raises SystemExit, this process ends with the same code.
 
     Raises:
         UsageError: the script is missing or not given, is a stock script that cannot work here, or the
@@ -100,7 +103,9 @@ def main(argv: list[str]) -> int:
 
 
 def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
-    """Return the error for a script that imports torch, MindSpeed or a part of Megatron-LM without it."""
+    """Return the error for a script that imports a missing package: torch, MindSpeed or a part of
+    Megatron-LM.
+    """
     name = error.name or ""
     if name.partition(".")[0] == "mindspeed":
         return UsageError(
@@ -125,7 +130,7 @@ def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
 
 
 def search_for(script: Path) -> None:
-    """Search for modules in the folder of a script and in its Megatron first."""
+    """Put the folders of a script and of its Megatron first on the module search path."""
     python_child.search_first(str(script.parent))
     for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
         if checkout:
@@ -133,7 +138,7 @@ def search_for(script: Path) -> None:
 
 
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Reject a script if Python would import a Megatron other than the script's own.
+    """Reject a script if Python would import another Megatron than the one that contains the script.
 
     Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
     later), regardless of their order on the path.
@@ -151,7 +156,7 @@ def _require_own_tree(script: Path, tree: Path) -> None:
 
 
 def _script(command: list[str]) -> Path:
-    """Return the script at the beginning of a command line, with links resolved."""
+    """Return the script at the beginning of a command line, with symbolic links resolved."""
     if not command:
         raise UsageError(
             "no script was given",

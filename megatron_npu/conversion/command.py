@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         UsageError: the model cannot be converted, or verification fails; nothing is written.
@@ -125,7 +125,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_memory_back() -> None:
-    """Return freed memory to the operating system, because the next model's tensors differ in size."""
+    """Return freed memory to the operating system.
+
+    The next model's tensors have other sizes.
+    """
     malloc.return_freed_memory()
     os.environ.setdefault("MEGATRON_NPU_KEEP_MEMORY", "0")
     malloc.map_each_tensor()
@@ -151,7 +154,7 @@ def _enough_memory(source: str) -> Iterator[None]:
 
 
 def _check(args: Namespace) -> None:
-    """Check the flags as far as this is possible without reading any files."""
+    """Check the flags as far as possible without reading files."""
     if args.origin == args.target:
         raise UsageError(
             f"--from and --to must be different formats, but got --from {args.origin} --to {args.target}. "

@@ -1,4 +1,4 @@
-"""Read ``config.json`` and require that each of its keys is used, known to have no effect, or rejected."""
+"""Read ``config.json``, and check that each key is used, known to have no effect, or rejected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HARMLESS_VALUES: dict[str, Any] = {
 
 
 class Config:
-    """The keys of a ``config.json`` file, with a record of which keys have been handled.
+    """Keys of a ``config.json`` file, with a record of the handled keys.
 
     Args:
         values: the keys with their values.
@@ -72,7 +72,7 @@ class Config:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a value that must be a positive integer.
+        """Return the value of a key after checking that it is a positive integer.
 
         Raises:
             UsageError: the key is absent, or its value is not a positive integer.
@@ -83,7 +83,7 @@ class Config:
         return int(value)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return a value that must be a non-negative integer.
+        """Return the value of a key after checking that it is a non-negative integer.
 
         Raises:
             UsageError: the key is absent, or its value is not a non-negative integer.
@@ -94,7 +94,7 @@ class Config:
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a value that must be a non-negative number.
+        """Return the value of a key after checking that it is a non-negative number.
 
         Raises:
             UsageError: the key is absent, or its value is not a non-negative number.
@@ -105,7 +105,7 @@ class Config:
         return value
 
     def text(self, key: str) -> str:
-        """Return a value that must be a string.
+        """Return the value of a key after checking that it is a string.
 
         Raises:
             UsageError: the key is absent, or its value is not a string.
@@ -138,7 +138,9 @@ class Config:
         return dict(value)
 
     def require(self, key: str, *allowed: Any, absent: Any = None) -> Any:
-        """Return the value of a key that must be one of the given values, the first of which is the default.
+        """Return the value of a key after checking that it is one of the given values.
+
+        The first value is the default.
 
         Raises:
             UsageError: the key has another value.
@@ -153,15 +155,18 @@ class Config:
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Return True if a key is null, which some families distinguish from a missing key."""
+        """Return True if a key is null.
+
+        Some families distinguish null from a missing key.
+        """
         return key in self._null
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys that have no effect on the model as handled."""
+        """Mark keys without effect on the model as handled."""
         self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
-        """Return the error for a value that no Megatron flag can express."""
+        """Return the error for a value that no Megatron flag can represent."""
         return UsageError(
             f"{self.path}: {key} must be {expected}, but it is {_shown(value)}, which cannot be converted. "
             "Nothing was written."
@@ -194,7 +199,7 @@ def _shown(value: Any) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the keys of ``folder/config.json``.
+    """Read the keys of ``folder/config.json``.
 
     Raises:
         UsageError: the file does not exist, or is not a JSON object.

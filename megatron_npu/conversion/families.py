@@ -1,4 +1,4 @@
-"""The supported model families, indexed by ``model_type`` in ``config.json``."""
+"""List the supported model families by their ``model_type`` in ``config.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def of_config(config: Config) -> Family:
-    """Return the family to which a ``config.json`` belongs.
+    """Return the model family of a ``config.json``.
 
     Raises:
         UsageError: ``model_type`` is not supported, or the weights are quantized.
@@ -34,7 +34,7 @@ def of_config(config: Config) -> Family:
 
 
 def of_arguments(args: Namespace, before: str | None = None) -> Family:
-    """Return the family that can represent a checkpoint of the built-in trainer.
+    """Return the model family that can represent a checkpoint of the built-in trainer.
 
     The details are checked later by ``Family.config``.
 

@@ -1,4 +1,4 @@
-"""The interface of a model family: its traits, and the mappings of its keys, flags and tensors."""
+"""Define the interface of a model family: its traits, and mappings of its keys, flags and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 
 
 def traits_of(args: Namespace) -> frozenset[str]:
-    """Return the traits of a checkpoint of the built-in trainer."""
+    """Return the traits of a built-in trainer's checkpoint."""
     experts = args.num_experts is not None
     windows = unsupported.windows(args)
     there = {
@@ -64,7 +64,7 @@ class Family(ABC):
         return frozenset()
 
     def claims(self, args: Namespace) -> bool:
-        """Return True if a checkpoint of the built-in trainer has the traits of this family and no others.
+        """Return True if a trainer's checkpoint has the traits of this family and no others.
 
         No two families claim the same checkpoint, because their traits differ.
         """
@@ -81,7 +81,7 @@ class Family(ABC):
 
     @abstractmethod
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return ``config.json``, for transformers 4 and 5, of the model that the flags describe.
+        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -89,16 +89,16 @@ class Family(ABC):
 
     @abstractmethod
     def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter."""
+        """Yield the mapping of every parameter between the two formats."""
 
     @abstractmethod
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return a mapping from the tensor names in the files to the names in the weight map."""
+        """Map the tensor names in the files to the names in the weight map."""
 
     @abstractmethod
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map each tied tensor that files may contain to the tensor to which it is tied."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor can be derived from ``config.json`` and need not be converted."""
+        """Return True if ``config.json`` determines a tensor, so that it need not be converted."""

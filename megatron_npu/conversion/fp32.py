@@ -1,4 +1,4 @@
-"""Run a model in fp32 while its weights stay in half precision, by converting one matrix at a time.
+"""Run a model with half-precision weights in fp32 by converting one matrix at a time.
 
 Storing the whole model in fp32 would require twice as much memory.
 """
@@ -17,14 +17,14 @@ _ROWS = 8192  # of the output layer at a time
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in fp32 after rounding its values to ``dtype``."""
+    """Round a tensor's values to ``dtype``, and return them in fp32."""
     return tensor.to(dtype).float()
 
 
 def run(
     model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
 ) -> None:
-    """Make a model compute in fp32, with its weights rounded to ``dtype``.
+    """Make a model compute in fp32 with its weights rounded to ``dtype``.
 
     Args:
         model: the model, which must be in evaluation mode.
@@ -45,7 +45,7 @@ def run(
 
 
 def _widen(module: Module, own: list[Parameter], dtype: torch.dtype) -> None:
-    """Convert vectors to fp32 permanently, and convert matrices only for the duration of the module's call.
+    """Convert vectors to fp32 permanently, and matrices only while the module runs.
 
     The vectors stay in fp32 because they may be used after the call.
     """
@@ -77,5 +77,5 @@ def _replace_output(layer: Any, dtype: torch.dtype, returns_bias: bool) -> None:
 
 
 def logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fp32 logits [..., V] for hidden states [..., h] and an output layer's weight [V, h]."""
+    """Return the fp32 logits ``[..., V]`` of hidden states ``[..., h]`` and an output weight ``[V, h]``."""
     return torch.cat([F.linear(hidden, rounded(rows, dtype)) for rows in weight.split(_ROWS)], dim=-1)

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face weight files: read one tensor at a time, and write shards of a given size."""
+"""Read Hugging Face weight files tensor by tensor, and write shards of a given size."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ class Source:
         return _DTYPES.get(kind, kind)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the host, and warn once if it has values that no trained model contains."""
+        """Return a tensor in host memory.
+
+        Warn once if it has values that no trained model contains.
+        """
         tensor = self._read(name)
         if name not in self._looked_at:
             self._looked_at.add(name)
@@ -103,7 +106,7 @@ class Source:
             return math.prod(content.get_slice(name).get_shape())
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor in blocks, releasing the file's mapped memory between blocks."""
+        """Yield the rows of a tensor in blocks, and release the file's mapped memory between blocks."""
         file = self._files[name]
         whole = self._read(name)
         if file.suffix == ".bin" or whole.dim() == 0:
@@ -137,7 +140,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of the files that contain the tensors of a folder."""
+    """Return the paths of the files that contain a folder's tensors."""
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         if (folder / index).is_file():
             return _shards(folder / index)
@@ -173,7 +176,7 @@ def write(
     limit: int,
     form: str = SINGLE,
 ) -> None:
-    """Write tensors and an index into shards that are planned by huggingface_hub.
+    """Write tensors and an index into shards planned by huggingface_hub.
 
     Only one tensor is held in memory at a time, or one shard if the files are pickled.
 
@@ -209,7 +212,7 @@ def _write_shards(
     shards: Mapping[str, Mapping[str, Tensor]],
     writer: _Writer,
 ) -> None:
-    """Send each tensor to the writer of its shard.
+    """Pass each tensor to the writer of its shard.
 
     A writer is created before the first tensor of its shard and closed after the last one.
     """
@@ -226,7 +229,7 @@ def _write_shards(
 
 
 def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a torch file after all of its tensors have been received."""
+    """Write a torch file after receiving all of its tensors."""
     content = {}
     for _ in planned:
         name, tensor = yield
@@ -235,7 +238,7 @@ def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[
 
 
 def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a safetensors file incrementally, writing each tensor as it is received.
+    """Write a safetensors file incrementally, tensor by tensor.
 
     The safetensors library is not used because it requires all tensors at once. A file consists of eight
     bytes that give the length of the header, the header in JSON, and the bytes of the tensors.
@@ -257,7 +260,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _header(planned: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file that stores these tensors one after another."""
+    """Return the header of a safetensors file that contains these tensors in order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = {f"torch.{name}": short for short, name in _DTYPES.items()}
     end = 0

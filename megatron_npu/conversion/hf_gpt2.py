@@ -1,4 +1,4 @@
-"""Support for Hugging Face's GPT-2: Conv1D weights, joint QKV, learned positions, tanh-approximated GELU."""
+"""Support Hugging Face's GPT-2: Conv1D weights, fused QKV, learned positions, tanh-approximated GELU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREFIX = "transformer."
 
 
 class Gpt2(Family):
-    """The GPT-2 family, which has a single model type and no variants."""
+    """The GPT-2 family, a single model type without variants."""
 
     @property
     def traits(self) -> frozenset[str]:
@@ -71,7 +71,7 @@ class Gpt2(Family):
         return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return ``config.json`` of the model that the flags describe.
+        """Return the ``config.json`` of the model that the flags describe.
 
         Raises:
             UsageError: GPT-2 has no key for a flag.
@@ -108,7 +108,7 @@ class Gpt2(Family):
         }
 
     def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter."""
+        """Yield the mapping of every parameter between the two formats."""
         heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
@@ -120,18 +120,24 @@ class Gpt2(Family):
         yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
 
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Map the stored names to names in the weight map; the files published by OpenAI lack the prefix."""
+        """Map the stored names to names in the weight map.
+
+        The files published by OpenAI lack the prefix.
+        """
         stored = list(stored)
         if any(name.startswith(_PREFIX) for name in stored):
             return {name: name for name in stored}
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Namespace) -> dict[str, str]:
-        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map each tied tensor that files may contain to the tensor to which it is tied."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer: the causal mask of a layer, which old files contain."""
+        """Return True if a tensor is a buffer.
+
+        Old files contain the causal mask of each layer.
+        """
         if name.endswith(".attn.bias") and tensor.dim() == 4:
             return bool((tensor.bool() == tensor.new_ones(tensor.shape[-2:]).tril().bool()).all())
         return name.endswith(".attn.masked_bias") and tensor.numel() == 1

@@ -1,4 +1,4 @@
-"""Support for Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
+"""Support Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
 
 Each model type is described by a ``Kind``, which specifies the biases that the model has, and whether it has
 an attention window or norms for queries and keys. The code is shared by all model types.
@@ -44,7 +44,7 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 @dataclass(frozen=True)
 class Kind(Family):
-    """Description of a model type: the properties in which it differs from the other types.
+    """Description of a model type by the properties in which it differs from other types.
 
     Attributes:
         architecture: the name of the class in transformers.
@@ -128,11 +128,11 @@ class Kind(Family):
         return [word for each in words for word in each] + switches
 
     def _mixture_flags(self, config: Config) -> dict[str, object]:
-        """Return the mixture-of-experts flags with their values."""
+        """Return the mixture-of-experts flags that have a value."""
         return {}
 
     def _mixture_switches(self, config: Config) -> list[str]:
-        """Return the mixture-of-experts flags that take no value."""
+        """Return the mixture-of-experts flags that have no value."""
         return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
@@ -181,7 +181,7 @@ class Kind(Family):
         return frozenset(flag for flag, there in may.items() if there)
 
     def config(self, args: Namespace) -> dict[str, Any]:
-        """Return ``config.json``, for transformers 4 and 5, of the model that the flags describe.
+        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -244,7 +244,7 @@ class Kind(Family):
         must_be(args, "--num-experts", None)
 
     def _own_keys(self, args: Namespace) -> dict[str, Any]:
-        """Return the keys that only some families have."""
+        """Return the ``config.json`` keys that only some families have."""
         keys: dict[str, Any] = {}
         usual = args.kv_channels * args.num_attention_heads == args.hidden_size
         if self.head_dim_is_usual or not usual or rotary.needs_head_dim(args):
@@ -260,7 +260,7 @@ class Kind(Family):
     # -- tensors --------------------------------------------------------------------------------------------
 
     def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter."""
+        """Yield the mapping of every parameter between the two formats."""
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
         if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
@@ -276,7 +276,7 @@ class Kind(Family):
         yield from self._mlp(args, number, ours, theirs)
 
     def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
-        """Yield the mappings of a layer's MLP."""
+        """Yield the mappings of the parameters of a layer's MLP."""
         mlp = f"{theirs}.mlp"
         for kind in _kinds(args.add_bias_linear):
             yield concatenated(
@@ -286,19 +286,22 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Return a mapping from the stored names to the names in the weight map, which are the same."""
+        """Map the stored names to the names in the weight map, which are identical."""
         return {name: name for name in stored}
 
     @staticmethod
     def tied_weights(args: Namespace) -> dict[str, str]:
-        """Return a mapping from each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map each tied tensor that files may contain to the tensor to which it is tied."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}
 
     @staticmethod
     def is_buffer(name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer: the rotary frequencies, which config.json determines."""
+        """Return True if a tensor is a buffer.
+
+        config.json determines the rotary frequencies.
+        """
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 

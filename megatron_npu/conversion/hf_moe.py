@@ -1,4 +1,4 @@
-"""Support for mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE and Qwen3-MoE.
+"""Support mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE and Qwen3-MoE.
 
 All routers apply a softmax over all experts and select the best k. If the scores of these k experts are
 normalized to sum to 1, the result equals a softmax over the k experts, which is Megatron's default.
@@ -32,7 +32,7 @@ _ONLY: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureKind(Kind):
-    """Description of a model type with experts: the properties in which it differs from the other types.
+    """Description of a model type with experts by the properties in which it differs from other types.
 
     Attributes:
         experts_keys: the keys of ``config.json`` that may hold the number of experts, the most common key
@@ -202,7 +202,10 @@ def _first(value: Any) -> float:
 
 
 def _dense_layers(pattern: list[bool]) -> dict[str, object]:
-    """Return the keys that specify the dense layers; a regular pattern is expressed as a step."""
+    """Return the keys that specify the dense layers.
+
+    A regular pattern is expressed as a step.
+    """
     step = pattern.index(True) + 1
     if pattern == [(number + 1) % step == 0 for number in range(len(pattern))]:
         return {"decoder_sparse_step": step, "mlp_only_layers": []}

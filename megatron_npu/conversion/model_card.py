@@ -1,4 +1,4 @@
-"""Write the model card, ``README.md``, of a Hugging Face folder."""
+"""Write the model card ``README.md`` of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _origin(found: CheckpointInfo) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:
-    """Return a table of the flags that are set, omitting switches that are off."""
+    """Return a table of the flags that are set, without switches that are off."""
     rows = [
         f"| `--{name.replace('_', '-')}` | {'on' if value is True else value} |"
         for name, value in values.items()
@@ -91,13 +91,13 @@ def _training(found: CheckpointInfo, args: Namespace) -> Iterator[str]:
 
 
 def _data(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of the datasets, without the folders that contain them."""
+    """Return the names of the datasets without their folders."""
     words = [str(word) for name in _DATA for word in arguments.get(name) or []]
     return [f"`{Path(word).name}`" for word in words if not word.replace(".", "", 1).isdigit()]
 
 
 def _losses(found: CheckpointInfo) -> dict[str, float]:
-    """Return the losses in the run's summary, or an empty mapping if it is not this checkpoint's."""
+    """Return the losses in the run's summary, or an empty dict if the summary is not this checkpoint's."""
     try:
         summary = json.loads((found.path.parent / "summary.json").read_text(encoding="utf-8"))
         same = summary["iterations"] == found.iteration

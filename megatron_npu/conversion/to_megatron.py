@@ -82,7 +82,7 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
 
 
 def _for_a_shell(words: list[str]) -> str:
-    """Join words into a line that is interpreted identically by a shell and by ``$(cat …)``.
+    """Join words into a line that a shell and ``$(cat …)`` interpret identically.
 
     For this reason, patterns for --moe-layer-freq are not quoted.
     """
@@ -97,14 +97,14 @@ def _tokenizer_kind(given: Namespace, source: Path, family: Family) -> str | Non
 
 
 def _arguments(place: Path, flags: list[str]) -> Flags:
-    """Return the built-in trainer's arguments for a model that is only saved, not trained."""
+    """Return the built-in trainer's arguments for a model that is saved but not trained."""
     bare = ["--micro-batch-size", "1", "--train-iters", "0", "--save", str(place), "--no-plot"]
     without_state = ["--no-save-optim", "--no-save-rng"]
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
 def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn.Module:
-    """Return the model on the host, filled with the weights from the files."""
+    """Return the model in host memory, filled with the weights from the files."""
     config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
@@ -132,7 +132,7 @@ def _sizes(given: Namespace) -> tuple[int, int]:
 
 
 def _layout_flags(given: Namespace) -> list[str]:
-    """Return the flags that describe the layout of the per-rank files, to append to the model's flags."""
+    """Return the layout flags of the per-rank files, to append to the model's flags."""
     if given.ckpt_format != "torch":
         return []
     tensor, pipeline = map(str, _sizes(given))
@@ -145,7 +145,7 @@ def _layout_flags(given: Namespace) -> list[str]:
 
 
 def _moved(args: Flags, part: Path, final: Path) -> Flags:
-    """Return the arguments with the tokenizer paths replaced by the files' final paths."""
+    """Replace the tokenizer paths in the arguments by the files' final paths."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
     return args.changed(**there)
@@ -154,7 +154,7 @@ def _moved(args: Flags, part: Path, final: Path) -> Flags:
 def _save_for_ranks(
     given: Namespace, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
 ) -> None:
-    """Save the model as per-rank files, which can be loaded by 285068c8 or by megatron-core's scripts."""
+    """Save the model as per-rank files, which 285068c8 or megatron-core's scripts can load."""
     torch_format.require_writable(args, *_sizes(given))
     with initialize.session(args):
         weights_of_all = dict(_filled(args, family, found).named_parameters())
@@ -162,7 +162,7 @@ def _save_for_ranks(
 
 
 def _name_final_paths(part: Path, final: Path) -> None:
-    """Replace the file paths in the checkpoint's description with the final paths of these files."""
+    """Replace the file paths in the checkpoint's description by their final paths."""
     found = checkpoint_description.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))

@@ -1,4 +1,4 @@
-"""Flags of a Megatron checkpoint that a Hugging Face family cannot express."""
+"""Reject flags of a Megatron checkpoint that a Hugging Face family cannot represent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown: str = "") -> None:
-    """Check that a flag of the checkpoint has the only value that can be converted.
+    """Check that a checkpoint's flag has the only value that can be converted.
 
     Args:
         args: the flags of the run that wrote the checkpoint.
@@ -31,7 +31,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
 
 
 def common(args: Namespace) -> None:
-    """Check the flags that no Hugging Face family supports.
+    """Check the flags that are not supported by any Hugging Face family.
 
     Raises:
         UsageError: a flag has a value that cannot be converted.
@@ -43,7 +43,7 @@ def common(args: Namespace) -> None:
 
 
 def window(args: Namespace) -> int | None:
-    """Return the number of previous tokens to which a query attends, or None if it attends to all of them.
+    """Return the number of previous tokens to which a query attends, or None without a limit.
 
     ``--pre-tockens`` takes precedence over megatron-core's ``--window-size``. ``--next-tockens`` has no
     effect, because the causal mask excludes later tokens.
@@ -55,13 +55,13 @@ def window(args: Namespace) -> int | None:
 
 
 def limiting_window(args: Namespace) -> int | None:
-    """Return the window if it is smaller than the sequence length, or None."""
+    """Return the attention window if it is smaller than the sequence length, or None."""
     before = window(args)
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
 
 def windows(args: Namespace) -> list[bool]:
-    """Return, for each layer, whether its attention is limited by a window."""
+    """Return for each layer whether a window limits its attention."""
     if limiting_window(args) is None:
         return [False] * args.num_layers
     skipped = args.window_attn_skip_freq

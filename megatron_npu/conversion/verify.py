@@ -1,4 +1,4 @@
-"""Verify a conversion by reading both sides from disk and comparing their tensors and logits.
+"""Verify a conversion by comparing tensors and logits read from both checkpoints on disk.
 
 Both models run in fp32 with weights rounded to the converted dtype, so that the results differ only in the
 order of summation. Only one model is in memory at a time, and it is held in the dtype in which it is stored.
@@ -33,7 +33,7 @@ _TOKENS = 64
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of a verification.
+    """Results of a verification.
 
     Attributes:
         tensors: the number of Hugging Face tensors, each bitwise identical to its counterpart in Megatron.
@@ -53,7 +53,7 @@ class Verification:
 
 
 class Sides(NamedTuple):
-    """The two checkpoints to compare.
+    """The two checkpoints that are compared.
 
     Attributes:
         megatron: the folder given to ``--save``.
@@ -67,7 +67,7 @@ class Sides(NamedTuple):
 
 
 def has_reference() -> bool:
-    """Return True if transformers, which runs the reference model, is installed."""
+    """Return True if transformers, which provides the reference model, is installed."""
     return is_installed("transformers")
 
 
@@ -87,7 +87,9 @@ def verify(
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> Verification:
-    """Compare a checkpoint of the built-in trainer with a Hugging Face folder, one model in memory at a time.
+    """Compare a trainer's checkpoint with a Hugging Face folder.
+
+    Only one model is in memory at a time.
 
     Args:
         sides: the two checkpoints.
@@ -201,7 +203,10 @@ def _compare_tensors(
 
 
 def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of a tensor in blocks, together with the corresponding stored rows; both are rounded."""
+    """Yield the rows of a tensor in blocks, with the corresponding stored rows.
+
+    Both are rounded to ``dtype``.
+    """
     first = 0
     for rows in stored:
         ours = tensor[first : first + len(rows)] if tensor.dim() else tensor
@@ -212,12 +217,12 @@ def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Ite
 
 
 def _tokens(vocabulary: int, number: int) -> Tensor:
-    """Return tokens [1, s] sampled from the whole vocabulary with a fixed seed."""
+    """Return tokens ``[1, s]`` that are sampled from the whole vocabulary with a fixed seed."""
     return torch.randint(vocabulary, (1, number), generator=torch.Generator().manual_seed(0))
 
 
 def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logits [1, s, padded V] in fp32 on the host. The model cannot be used afterwards."""
+    """Return the logits ``[1, s, padded V]`` in fp32 on the host. The model cannot be used afterwards."""
     embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
     fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
@@ -228,7 +233,7 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def _hf_results(
     folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results that transformers computes on the host in fp32, without its fused attention.
+    """Compute transformers' results on the host in fp32, without its fused attention.
 
     The results are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
 

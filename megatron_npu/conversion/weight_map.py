@@ -18,7 +18,7 @@ from megatron_npu.pretrain.checkpoint.weights import vocab_padding
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """A megatron-core tensor and the Hugging Face tensors that hold the same values.
+    """Megatron-core tensor and the Hugging Face tensors with the same values.
 
     Attributes:
         megatron: the name of the tensor in ``GPTModel``.
@@ -40,12 +40,12 @@ def direct(megatron: str, hf: str) -> WeightMapping:
 
 
 def transposed(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping for a weight [out, in] that Hugging Face's Conv1D stores as [in, out]."""
+    """Return the mapping for a weight ``[out, in]`` that Hugging Face's Conv1D stores as ``[in, out]``."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0].t(), lambda tensor: [tensor.t()])
 
 
 def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
-    """Return the mapping for a weight [n·f, h] that is the concatenation of ``n`` tensors [f, h].
+    """Return the mapping for a weight ``[n·f, h]`` that concatenates ``n`` tensors ``[f, h]``.
 
     In megatron-core's gated MLP, the gate comes first and the other factor second, in the order in which its
     ``glu`` function splits them.
@@ -57,7 +57,9 @@ def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
 
 
 def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> WeightMapping:
-    """Return the mapping for a weight [padded V, h], of which Hugging Face stores only the first V rows.
+    """Return the mapping for a weight ``[padded V, h]``.
+
+    Hugging Face stores only its first V rows.
 
     The padding rows are set to the mean of the real rows (see ``pretrain.checkpoint.vocab_padding``).
 
@@ -77,7 +79,7 @@ def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> We
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer, and the row layout of their weights.
+    """Heads of an attention layer, and the row layout of their weights.
 
     Attributes:
         queries: the number of query heads, np.
@@ -103,7 +105,7 @@ class Heads:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``linear_qkv`` into query, key and value. This is the inverse of ``merge_qkv``."""
+        """Split ``linear_qkv`` into query, key and value, the inverse of ``merge_qkv``."""
         rows = [self.queries // self.groups * self.size, self.size, self.size]
         parts = qkv.reshape(self.groups, sum(rows), *qkv.shape[1:]).split(rows, dim=1)
         query, key, value = (part.flatten(0, 1) for part in parts)
@@ -130,7 +132,7 @@ def qkv(megatron: str, hf: Sequence[str], heads: Heads) -> WeightMapping:
 
 
 def qk_norm(megatron: str, hf: str, heads: Heads) -> WeightMapping:
-    """Return the mapping for the norm weight [hn] that all query heads or all key heads share."""
+    """Return the mapping for the norm weight ``[hn]`` shared by all query heads or all key heads."""
     return WeightMapping(
         megatron,
         (hf,),

@@ -22,7 +22,7 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a Hugging Face folder, accessed by the names in the weight map.
+    """Tensors of a Hugging Face folder, accessed by their names in the weight map.
 
     Attributes:
         source: the reader of the files.
@@ -52,7 +52,7 @@ def open_folder(folder: Path, family: Family) -> Weights:
 
 
 def check_names(found: Weights, family: Family, args: Namespace) -> None:
-    """Check that each stored tensor is used by exactly one mapping, and that none is missing.
+    """Check that exactly one mapping uses each stored tensor, and that no tensor is missing.
 
     The files may also contain tied copies of other tensors, and tensors that can be derived from the
     configuration (masks and frequencies). These tensors are compared and then skipped.
@@ -73,7 +73,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
 
 
 def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
-    """Check that all tensors that the mappings use exist, and return their names."""
+    """Return the names of all tensors that the mappings use, after checking that they exist."""
     wanted: set[str] = set()
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
@@ -102,7 +102,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
-    """Return Megatron's name for the dtype that all tensors in the weight map share.
+    """Return Megatron's name of the dtype that all tensors in the weight map share.
 
     Raises:
         UsageError: the tensors have several dtypes, or a dtype that Megatron does not train in.
@@ -118,20 +118,20 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
 
 
 def stored_dtype(found: Weights) -> torch.dtype:
-    """Return the dtype of the stored tensors, or fp32 if their dtypes differ."""
+    """Return the dtype of the stored tensors, or fp32 if they have different dtypes."""
     kinds = {found.source.dtype(name) for name in found.source.names()}
     return getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the number of bytes that a conversion requires: all weights, plus twice the largest one."""
+    """Return the number of bytes that a conversion requires: all weights plus twice the largest one."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
 
 @torch.no_grad()
 def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[WeightMapping]) -> None:
-    """Fill every parameter of a ``GPTModel`` on the host, one mapping at a time.
+    """Fill every parameter of a ``GPTModel`` in host memory, one mapping at a time.
 
     Raises:
         UsageError: a stored tensor does not have the target's shape.
@@ -163,7 +163,7 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
 
 
 def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of the Hugging Face parameters that correspond to a ``GPTModel``.
+    """Yield the names and tensors of the Hugging Face parameters for a ``GPTModel``.
 
     Every parameter of the ``GPTModel`` is used exactly once. Meta parameters yield meta tensors.
     """

@@ -1,4 +1,4 @@
-"""Convert attention windows between ``config.json`` and flags: their size, and the layers that have them."""
+"""Convert attention windows (their sizes and layers) between ``config.json`` and flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMIT = 28  # max_window_layers where config.json has no such key
 
 
 def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, object]:
-    """Return the window flags. ``sliding_window`` also counts the query's own token.
+    """Return the attention window flags. ``sliding_window`` also counts the query's own token.
 
     Args:
         config: the keys of ``config.json``.
@@ -39,7 +39,7 @@ def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, 
 
 
 def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[bool]:
-    """Return, for each layer, whether it has a window."""
+    """Return for each layer whether it has a window."""
     layers = config.number("num_hidden_layers")
     there = not config.is_null("sliding_window") and (usual > 0 or config.has("sliding_window"))
     if not switch:
@@ -52,14 +52,17 @@ def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[
 
 
 def _has_window(number: int, limit: int, which: Layers) -> bool:
-    """Return True if layer ``number`` has a window according to all keys except ``layer_types``."""
+    """Return True if a layer has a window according to all keys except ``layer_types``."""
     if which == "late":
         return number >= limit
     return which == "all" or (number < limit and number % 2 == 0)
 
 
 def _of_kinds(config: Config, kinds: Sequence[Any], expected: list[bool], *, free: bool) -> list[bool]:
-    """Return the windows that ``layer_types`` specifies. Unless ``free``, they must match the other keys."""
+    """Return the windows that ``layer_types`` specifies.
+
+    Unless ``free`` is set, they must match the other keys.
+    """
     found = [kind == _WINDOW for kind in kinds]
     known = len(kinds) == len(expected) and all(kind in (_WHOLE, _WINDOW) for kind in kinds)
     if not known or (found != expected and not free):
@@ -74,7 +77,7 @@ def _kinds(layers: list[bool]) -> list[str]:
 
 
 def keys(args: Namespace, switch: bool, which: Layers) -> dict[str, Any]:
-    """Return the keys of ``config.json`` that describe the windows. This is the inverse of ``flags``."""
+    """Return the ``config.json`` keys that describe the windows, the inverse of ``flags``."""
     before, layers = unsupported.window(args), unsupported.windows(args)
     window = None if before is None else before + 1
     if not switch:

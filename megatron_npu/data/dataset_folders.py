@@ -1,4 +1,4 @@
-"""Check that the files of a data folder do not make ``datasets`` read data from elsewhere.
+"""Check that the files of a data folder do not make ``datasets`` read data from other locations.
 
 The header of a ``README.md`` names data files, and ``state.json`` names the files written by
 ``save_to_disk``. In both files, ``datasets`` also accepts paths outside the folder and web addresses.
@@ -20,7 +20,7 @@ _LISTS = ("_data_files", "_indices_data_files", "_indices_files")  # of a ``stat
 
 
 def require_own_files(folder: Path, given: str) -> None:
-    """Check that a folder written by ``save_to_disk`` refers only to files and folders inside itself.
+    """Check that a folder written by ``save_to_disk`` refers only to its own files and subfolders.
 
     Args:
         folder: a folder with ``state.json`` or ``dataset_dict.json``; all other folders are left to
@@ -42,7 +42,7 @@ def require_own_files(folder: Path, given: str) -> None:
 
 @contextlib.contextmanager
 def own_files_alone(name: str, given: str) -> Iterator[None]:
-    """Restrict ``datasets`` to data files inside a folder or, for a name on the hub, to web addresses.
+    """Restrict ``datasets`` to data files inside a folder, or to web addresses for a name on the hub.
 
     Args:
         name: the folder, or the name on the hub.
@@ -94,7 +94,10 @@ def _require(own: bool, place: object, name: str, given: str) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty for invalid files, which ``datasets`` rejects itself."""
+    """Return the content of a JSON file, or an empty dict if the file is invalid.
+
+    ``datasets`` itself rejects invalid files.
+    """
     try:
         content = json.loads(files.text(path))
     except (OSError, ValueError, RecursionError):

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def part_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of tensors ``[b, s]``, or the whole batch without context parallelism.
+    """Return this rank's part of the tensors ``[b, s]`` of a batch.
+
+    Without context parallelism, this is the whole batch.
 
     Returns:
         Tensors with the same names, ``[b, s / cp]``: the two of 2 cp equal chunks that upstream assigns to

@@ -1,4 +1,4 @@
-"""The device of this process, selected once: the first available one, or ``MEGATRON_NPU_DEVICE``."""
+"""Select the device of this process once: ``MEGATRON_NPU_DEVICE`` or the first available device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": 
 
 
 def select(name: str) -> Device:
-    """Return the device called ``name``; ``auto`` selects the first available device of ``every``.
+    """Return the device called ``name``.
+
+    ``auto`` selects the first available device.
 
     Raises:
         UsageError: the named device is not available.
@@ -47,7 +49,7 @@ def select(name: str) -> Device:
 
 
 def every() -> list[Device]:
-    """Return one object of each device type, available or not, in the order in which ``auto`` tries them."""
+    """Return one object per device type, available or not, in the order in which ``auto`` tries them."""
     return [kind() for kind in _KINDS.values()]
 
 
@@ -58,12 +60,14 @@ def present() -> list[str]:
 
 @cache
 def current() -> Device:
-    """Return the device of this process; the first call selects it."""
+    """Return the device of this process, selecting it on the first call."""
     return select(settings.DEVICE.get())
 
 
 def board_folder(folder: str) -> str:
-    """Return a run's TensorBoard folder; TensorBoard shows its name as the run's name.
+    """Return the TensorBoard folder of a run.
+
+    TensorBoard shows the folder's name as the name of the run.
 
     The curves of a simulated device are in a subfolder whose name says that they are simulated.
     """

@@ -16,7 +16,7 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Memory of this process's device, in bytes: memory in use, reserved by the allocator, and peak use."""
+    """Memory statistics of this process's device in bytes: in use, reserved by the allocator, and peak."""
 
     allocated: int
     reserved: int
@@ -24,7 +24,7 @@ class MemoryStatistics:
 
 
 class Device(ABC):
-    """A device type: how to find, seed and synchronize the device, and how ``torch.cuda`` is mapped to it.
+    """Interface of a device type: detect, seed and synchronize the device, and map ``torch.cuda`` to it.
 
     Attributes:
         name: ``npu``, ``cuda`` or ``cpu``, which is also its type in ``torch.device``.
@@ -43,7 +43,10 @@ class Device(ABC):
 
     @property
     def title(self) -> str:
-        """The name that is shown to users, which marks simulated hardware."""
+        """The device name shown to users.
+
+        It marks simulated hardware.
+        """
         return f"simulated {self.name}" if self.simulated else self.name
 
     @abstractmethod
@@ -52,11 +55,16 @@ class Device(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """Return the number of devices on this machine; for a CPU, the number of processes that share it."""
+        """Return the number of devices on this machine.
+
+        For a CPU, this is the number of processes that share it.
+        """
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Return the device of this process, including its index if the device type has indices."""
+        """Return this process's device as a ``torch.device``, with an index if the device type has
+        indices.
+        """
 
     @abstractmethod
     def set_current(self, index: int) -> None:
@@ -79,7 +87,7 @@ class Device(ABC):
         """Restore a state that was returned by ``rng_state``."""
 
     def why_not_restored(self, state: torch.Tensor) -> str | None:
-        """Return why a checkpoint's generator state cannot be restored on this device, or None if it can.
+        """Return the reason why a checkpoint's generator state cannot be restored on this device, or None.
 
         The state of a CPU generator (mt19937) has 5,056 bytes, and that of an NPU or GPU generator (Philox)
         has 16.
@@ -94,7 +102,9 @@ class Device(ABC):
         )
 
     def host_rng_state(self) -> torch.Tensor:
-        """Return the state of the host's generator, used for data order and weights created on the host."""
+        """Return the state of the host's generator, which determines the data order and host-initialized
+        weights.
+        """
         return torch.get_rng_state()
 
     def set_host_rng_state(self, state: torch.Tensor) -> None:
@@ -103,32 +113,38 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        """Inside the block, use the host's generator for random operations on host tensors.
+        """Use the host's generator for random operations on host tensors inside the block.
 
         Devices with their own memory also have their own generator, so this has no effect for them.
         """
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Prepare the process for the device; called once, before the first upstream module is executed."""
+        """Prepare the process for the device.
+
+        This is called once, before the first upstream module is executed.
+        """
 
     def release(self) -> None:  # noqa: B027
         """Undo ``prepare``."""
 
     def clear_overflow(self) -> None:  # noqa: B027
-        """Clear the overflow flag, on devices that set a flag instead of returning inf."""
+        """Clear the overflow flag of devices that set a flag instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return True if the overflow flag is set; devices that return inf and nan always return False."""
+        """Return True if the overflow flag is set.
+
+        Devices that return inf and nan always return False.
+        """
         return False
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the device memory in use, the reserved memory, and the peak, in bytes."""
+        """Return the amounts of device memory in use, reserved, and in use at the peak, in bytes."""
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the fraction of recent time in which the device was busy with work of any process.
+        """Return the fraction of recent time in which any process kept the device busy, or None if unknown.
 
         The value is between 0 and 1, or None if it is unknown.
         """
@@ -138,7 +154,9 @@ class Device(ABC):
         """Reset ``memory().peak`` to the amount of memory that is currently in use."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
-        """Return the replacement for each name in ``torch.cuda``; names with dots are in submodules.
+        """Return the replacements for names in ``torch.cuda``.
+
+        A name with a dot refers to a submodule.
 
         The result is empty if ``torch.cuda`` is already the device's own module.
         """

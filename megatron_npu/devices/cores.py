@@ -1,4 +1,4 @@
-"""Distribute a machine's cores over the ranks of a CPU run: the number of threads, and the cores they use.
+"""Distribute a machine's CPU cores over the ranks of a CPU run, and set their numbers of threads.
 
 Unless OMP_NUM_THREADS is set, torchrun starts several ranks with one thread each, so most cores are idle on a
 machine with more cores than ranks. In addition, the kernel moves threads between cores, away from warm caches
@@ -31,7 +31,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Former:
-    """The settings of a process before ``share``.
+    """The thread count and CPU affinity of a process before ``share`` changed them.
 
     Attributes:
         threads: torch's number of threads. If None, it was not changed.
@@ -44,7 +44,9 @@ class Former:
 
 @functools.cache
 def share() -> Former:
-    """Assign this rank its share of the machine's cores, once; rank 0 logs the assignment.
+    """Assign this rank its share of the machine's cores, once per process.
+
+    Rank 0 logs the assignment.
 
     Nothing is changed with a single rank, with fewer cores than ranks, or with MEGATRON_NPU_SHARE_CORES=0. A
     number of threads or a binding that the user has set (with OpenMP's variables, or by starting the ranks on
@@ -77,7 +79,7 @@ def _processors(cores: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def give_back() -> None:
-    """Undo ``share`` by restoring the number of threads and the processors of the process."""
+    """Undo ``share``: restore the process's number of threads and its CPU affinity."""
     if not share.cache_info().currsize:
         return
     former = share()
@@ -89,7 +91,10 @@ def give_back() -> None:
 
 
 def available() -> list[tuple[int, ...]]:
-    """Return the cores that this process may use, ordered by socket, each with its hardware threads."""
+    """Return the cores that this process may use, ordered by socket.
+
+    Each core is a tuple of its hardware threads.
+    """
     if not hasattr(os, "sched_getaffinity"):  # macOS
         return [(cpu,) for cpu in range(os.cpu_count() or 1)]
     cores: dict[tuple[int, ...], list[int]] = {}
@@ -99,7 +104,7 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return, for a hardware thread, the pair (socket, first hardware thread of the core).
+    """Return the socket and the first hardware thread of the core that contains a hardware thread.
 
     If the topology is unknown, each hardware thread counts as a core. ``core_id`` is not used, because cores
     on several dies or clusters may have the same ``core_id``.
@@ -113,18 +118,21 @@ def _place(cpu: int) -> tuple[int, ...]:
 
 
 def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return the cores of one of ``ranks`` ranks; they are adjacent, and each rank gets the same number."""
+    """Return the cores of one rank.
+
+    A rank's cores are adjacent, and all ranks get the same number of cores.
+    """
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]
 
 
 def threads(ranks: int) -> int:
-    """Return the number of threads for each of ``ranks`` ranks on this machine, at least one."""
+    """Return the number of threads, at least one, for each of ``ranks`` ranks on this machine."""
     return max(1, len(available()) // ranks)
 
 
 def _threads_said(launcher: psutil.Process | None, own: int) -> str:
-    """Return the number of threads that the user has set; empty if the user has not set it.
+    """Return the number of threads that the user has set, or an empty string.
 
     torchrun sets the variable to 1 for its ranks, and ``train`` sets it to the number of cores per rank
     (``own``). For these values, the launcher's own environment shows whether the user has set the variable.
@@ -137,7 +145,7 @@ def _threads_said(launcher: psutil.Process | None, own: int) -> str:
 
 
 def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | None) -> str:
-    """Return the reason why this rank is not bound to its cores; empty if it is bound."""
+    """Return the reason why this rank is not bound to its cores, or an empty string if it is bound."""
     if not _TASKS.is_dir():
         return "threads can be bound to cores only on Linux"
     named = [name for name in _PLACES if name in os.environ]
@@ -153,7 +161,7 @@ def _why_not_bound(cores: Sequence[tuple[int, ...]], launcher: psutil.Process | 
 
 
 def _bind(cpus: list[int]) -> None:
-    """Restrict all threads of this process, and the threads that they start later, to these processors."""
+    """Restrict all current and future threads of this process to the given processors."""
     for task in _TASKS.iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(task.name), cpus)

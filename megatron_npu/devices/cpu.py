@@ -1,4 +1,4 @@
-"""The CPU as a device, with gloo, a separate generator, and resident memory as device memory."""
+"""Implement the CPU as a device with gloo, a separate generator, and resident memory as device memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class CpuDevice(Device):
-    """The CPU as a device, whose device memory is host memory.
+    """CPU device, whose device memory is host memory.
 
     torch has one generator on a CPU, whereas a GPU run has two: that of the host and that of the device.
     Here, the default generator is the *device's*, which dropout uses. ``host_generator`` is the host's, which
@@ -50,7 +50,7 @@ class CpuDevice(Device):
         return None
 
     def count(self) -> int:
-        """Return the number of devices that the CPU counts as, which is one per process that shares it.
+        """Return the number of simulated CUDA devices: one for each process that shares the CPU.
 
         This is ``MEGATRON_NPU_CPU_DEVICES`` if it is set, restricted by ``CUDA_VISIBLE_DEVICES``; otherwise
         the number of processes that torchrun started; otherwise the number of devices in
@@ -66,7 +66,10 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Store the index that ``torch.cuda.current_device()`` returns; all processes share one CPU."""
+        """Store the index that ``torch.cuda.current_device()`` returns.
+
+        All processes share one CPU.
+        """
         self.index = index
 
     def synchronize(self) -> None:
@@ -122,11 +125,14 @@ class CpuDevice(Device):
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
     def utilization(self) -> float:
-        """Return the fraction of time since the previous call in which the machine's processors were busy."""
+        """Return the fraction of time in which the machine's processors were busy since the previous call."""
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak on Linux; on other systems, the peak covers the whole lifetime of the process."""
+        """Reset the peak memory on Linux.
+
+        On other systems, the peak covers the whole lifetime of the process.
+        """
         with contextlib.suppress(OSError):
             # proc(5): resets the high-water mark of this process
             _CLEAR_REFS.write_text("5", encoding="utf-8")

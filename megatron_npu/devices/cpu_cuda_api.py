@@ -1,4 +1,4 @@
-"""Implementations of ``torch.cuda`` functions for a CPU, with torch's signatures."""
+"""Implement ``torch.cuda`` functions for a CPU, with torch's signatures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_npu.devices.cuda_types import tensor_types
 def namespace(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the namespace that ``Device.cuda_namespace`` describes.
+    """Return the replacements for names in ``torch.cuda`` (see ``Device.cuda_namespace``).
 
     Args:
         cpu: the device.
@@ -43,7 +43,10 @@ def namespace(
 
 
 class Event:
-    """An event that records a point in time. Earlier work is always complete, because nothing is queued."""
+    """Event that records a point in time.
+
+    Earlier work is always complete, because a CPU has no queue.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time = 0.0
@@ -66,7 +69,10 @@ class Event:
 
 
 class Stream:
-    """The only stream of a CPU. Calls are synchronous, so there is nothing to wait for."""
+    """The only stream of a CPU.
+
+    Calls are synchronous, so that a stream never has to wait.
+    """
 
     cuda_stream = stream_id = device_index = priority = 0
     device = torch.device("cpu")
@@ -76,7 +82,10 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest stream priority, which are equal on a CPU."""
+        """Return the lowest and the highest stream priority.
+
+        They are equal on a CPU.
+        """
         return 0, 0
 
     def wait_stream(self, stream: Any) -> None:
@@ -108,7 +117,9 @@ def _no_operation(*_: Any, **__: Any) -> None:
 
 
 class _DeviceContext(contextlib.nullcontext):
-    """Implement ``with torch.cuda.device(i)``; there is no other device to switch to."""
+    """Context manager for ``with torch.cuda.device(i)`` that does nothing, because a CPU is the only
+    device.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -155,21 +166,26 @@ def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
 
 
 def _index_of(which: Any) -> int:
-    """Return the index in an argument of ``torch.cuda.set_device``, which is an index, name or device."""
+    """Return the index for an argument of ``torch.cuda.set_device``, which may be an index, a name or a
+    device.
+    """
     if isinstance(which, CpuDeviceIndex):
         return int(which)
     return which if isinstance(which, int) else torch.device(which).index or 0
 
 
 def _call_now(callable: Callable[[], Any], **_: Any) -> None:
-    """Immediately call what torch would defer until CUDA is initialized, which never happens here."""
+    """Call a function immediately that torch would otherwise defer until CUDA is initialized."""
     callable()
 
 
 def _rng_names(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the functions of torch.cuda.random; they ignore the device, because a process has only one."""
+    """Return the functions of torch.cuda.random.
+
+    They ignore the device argument, because a process has only one device.
+    """
 
     def get_rng_state(device: Any = "cuda") -> torch.Tensor:
         return cpu.rng_state()

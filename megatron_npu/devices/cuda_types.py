@@ -1,4 +1,4 @@
-"""Support for ``torch.cuda.FloatTensor`` and similar types on any device."""
+"""Provide ``torch.cuda.FloatTensor`` and similar types on any device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 class TensorType(type):
-    """The metaclass of ``torch.cuda.FloatTensor`` and similar types: callable, with support for isinstance.
+    """Metaclass of ``torch.cuda.FloatTensor`` and similar types, which supports calls and ``isinstance``.
 
     They must be types because ``megatron.core.transformer.module`` uses them with isinstance.
     """

@@ -1,4 +1,4 @@
-"""Replacements for the GPU sensors of ``torch.cuda``, where other devices have equivalents.
+"""Replace the GPU sensors of ``torch.cuda`` with equivalents of other devices.
 
 Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` read them. Values that
 are not measured are nan, never a number that could be mistaken for a measurement.
@@ -14,7 +14,7 @@ import psutil
 
 
 def unknown(device: Any = None) -> float:
-    """Return nan, because this device has no such sensor."""
+    """Return nan, because this device lacks the sensor."""
     return math.nan
 
 
@@ -38,22 +38,22 @@ def _free_and_total(device: Any = None) -> tuple[int, int]:
 
 
 def _used(device: Any = None) -> int:
-    """Return the number of bytes that all processes use."""
+    """Return the number of bytes of memory that all processes use."""
     return psutil.virtual_memory().used
 
 
 def utilization(device: Any = None) -> float:
-    """Return the percentage of time since the previous call in which the processors were busy."""
+    """Return the percentage of time in which the processors were busy since the previous call."""
     return psutil.cpu_percent()
 
 
 def _temperature(device: Any = None) -> float:
-    """Return the temperature of the hottest sensor in degrees Celsius; nan if the system reports none."""
+    """Return the temperature of the hottest sensor in degrees Celsius, or nan if the system reports none."""
     sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     return max((sensor.current for group in sensors.values() for sensor in group), default=math.nan)
 
 
 def _clock_rate(device: Any = None) -> float:
-    """Return the mean processor frequency in MHz; nan if the system does not report it."""
+    """Return the mean processor frequency in MHz, or nan if the system does not report it."""
     frequency = psutil.cpu_freq()
     return math.nan if frequency is None else frequency.current

@@ -1,4 +1,4 @@
-"""Device arguments that refer to CUDA, and the devices that they are mapped to."""
+"""Recognize device arguments that refer to CUDA, and map them to this process's device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def names_cuda(text: str) -> bool:
 
 
 def means_cuda(argument: Any) -> bool:
-    """Return True if a device argument refers to a CUDA device; this includes integer indices."""
+    """Return True if a device argument refers to a CUDA device.
+
+    Integer indices also refer to CUDA.
+    """
     if isinstance(argument, str):
         return names_cuda(argument)
     if isinstance(argument, int):

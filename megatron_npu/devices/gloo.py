@@ -1,4 +1,4 @@
-"""Support for NCCL features that Megatron requires and gloo lacks, and for a clean exit with open groups."""
+"""Add NCCL features that Megatron requires to gloo, and make processes exit cleanly with open groups."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _All:
-    """A work handle that represents several collectives."""
+    """Work handle that represents several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -147,7 +147,7 @@ class _All:
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
+    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors in the same way as NCCL.
 
     gloo reads and writes memory from the first element on, which silently produces wrong values (torch 2.13).
     """
@@ -189,7 +189,8 @@ def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``DistributedDataParallel.__init__`` that makes the group outlive the model's reducer.
+    """Return a ``DistributedDataParallel.__init__`` that keeps the process group alive longer than the
+    reducer.
 
     If the reducer holds the last reference to the group (after ``destroy_process_group``), it destroys the
     group while holding the GIL, and waits for gloo's threads. One of these threads may itself wait for the
@@ -209,7 +210,7 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_with_one_thread() -> None:
-    """Make gloo threads that start from now on copy gathered tensors with one OpenMP thread each.
+    """Make gloo copy gathered tensors with one OpenMP thread in each gloo thread that starts from now on.
 
     A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
     on. With OpenMP, each thread gets its own thread pool, which persists: after one gather, libgomp counts
@@ -235,13 +236,15 @@ def wait_at_exit() -> None:
 
 
 def leave_process() -> None:
-    """Undo ``copy_with_one_thread`` and ``wait_at_exit``."""
+    """Undo ``copy_with_one_thread`` and ``wait_at_exit`` for this process."""
     torch.set_num_threads(torch.get_num_threads())  # also of threads that begin later
     atexit.unregister(wait_for_workers)
 
 
 def wait_for_workers(timeout: float = 10.0) -> bool:
-    """Wait until torch's threads are idle; return True if that happened within ``timeout`` seconds.
+    """Wait until torch's threads are idle.
+
+    Return True if they became idle within ``timeout`` seconds.
 
     A gloo thread releases its tensors after it has reported a collective as complete, which requires the GIL.
     Megatron's scripts exit without ``destroy_process_group``; if the interpreter is already shutting down,
@@ -270,7 +273,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
 
 
 def _workers() -> dict[str, tuple[bool, int]]:
-    """Return, for each of these threads, whether it is asleep, and how often it has gone to sleep.
+    """Return the state of torch's threads: whether each is asleep, and how often it has gone to sleep.
 
     A thread that waits for the GIL sleeps too, but wakes every 5 ms to request it: a thread is idle only if
     it is asleep at two checks in a row and has not woken in between.

@@ -1,4 +1,4 @@
-"""Support for NCCL features that Megatron requires and HCCL lacks."""
+"""Add NCCL features that Megatron requires to HCCL."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size of one HCCL buffer in MiB from a group's options, or None if it is not set."""
+    """Return the size of a group's HCCL buffer in MiB from its options, or None if it is not set."""
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
 
 def set_buffer(group: dist.ProcessGroup, mebibytes: int) -> bool:
-    """Set the buffer size of a group whose communicator does not exist yet.
+    """Set the HCCL buffer size of a group whose communicator has not been created yet.
 
     torch_npu creates the communicator at the first collective.
 

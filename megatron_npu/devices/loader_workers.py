@@ -1,4 +1,4 @@
-"""Support for data-loader workers: unnamed shared memory, and a one-line error if a worker is killed."""
+"""Make data-loader workers use unnamed shared memory, and report a killed worker as a one-line error."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ _taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
-    """Patch torch's data loaders in this process and in its forks; a second call has no effect."""
+    """Patch torch's data loaders in this process and in its forked children.
+
+    A second call has no effect.
+    """
     if not _replaced:
         for owner, name, value in (*nameless_sharing.replacements(), *_failures()):
             _replaced.set(owner, name, value)
 
 
 def end() -> None:
-    """Restore torch's data loaders."""
+    """Restore torch's original data loaders."""
     _replaced.undo()
 
 
 def _failures() -> Iterator[Replacement]:
-    """Yield replacements that report a dead worker when a batch is requested, not in the signal handler.
+    """Yield replacements that report a dead worker when a batch is requested instead of in the signal
+    handler.
 
     An error raised in the signal handler could interrupt a save halfway, or be swallowed, for example in a
     Python callback.
@@ -65,7 +69,7 @@ _REMEDIES = {
 
 
 def _starting(method: Callable[..., None]) -> Callable[..., None]:
-    """Return the iterator's ``__init__``, raising ``LoaderWorkerError`` if workers cannot be started."""
+    """Return an iterator ``__init__`` that raises ``LoaderWorkerError`` if workers cannot be started."""
 
     @functools.wraps(method)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +90,9 @@ def _starting(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _DoneEvent:
-    """The event that tells workers to exit, as the main process uses it; it never waits for a dead worker.
+    """Replacement for the event that tells workers to exit.
+
+    The main process never waits for a dead worker.
 
     A worker takes the event's lock each time that it reads the event. If it is killed at that moment, the
     lock stays taken, and torch 2.13 would wait for it forever. torch relies on its SIGCHLD handler to end
@@ -108,7 +114,7 @@ class _DoneEvent:
             self._event._flag.release()  # what its own method does, and wakes those who wait: nobody does
 
     def _free_lock(self) -> None:
-        """Wait until the lock is free, and release it in place of a worker that has ended."""
+        """Wait until the event's lock is free, and release it on behalf of a worker that has died."""
         lock = self._event._cond
         while not lock.acquire(timeout=_UNTIL_SEEN):  # a worker that is alive holds it for microseconds
             if any(worker.exitcode is not None for worker in self._workers):
@@ -117,7 +123,9 @@ class _DoneEvent:
 
 
 class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
-    """Replacement for torch's check whether a worker's parent is alive, which makes an orphaned worker exit.
+    """Replacement for torch's check that a worker's parent is alive.
+
+    An orphaned worker exits.
 
     torch 2.13 records the parent only when the worker starts running. If the parent has been killed since the
     fork, torch records another process, and the worker would wait forever.
@@ -129,7 +137,10 @@ class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
 
 
 def _is_orphan() -> bool:
-    """Return True if this process was forked by a process that has ended; False with other start methods."""
+    """Return True if the process that forked this process has ended.
+
+    Other start methods always give False.
+    """
     process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
     return parent is not None and method == "fork" and os.getppid() != parent.pid
@@ -151,7 +162,7 @@ def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's method that gets a batch, raising ``LoaderWorkerError`` if a worker has died."""
+    """Return torch's batch-fetching method, changed to raise ``LoaderWorkerError`` if a worker has died."""
 
     @functools.wraps(method)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +186,9 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
-    """Try to get a batch; return whether one has arrived, and the batch, like torch's method of this name.
+    """Try to get a batch, like torch's method of this name.
+
+    Return whether a batch has arrived, and the batch.
 
     On an error, torch 2.13 also creates ten temporary files to check whether file descriptors are exhausted.
     A rank that is killed in the meantime, as all ranks are after one has failed, would leave these files
@@ -203,7 +216,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Get a batch; if a worker dies in the meantime, raise an error immediately."""
+    """Get a batch, and raise an error immediately if a worker dies in the meantime."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)
@@ -213,7 +226,7 @@ def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _tell_of(iterator: Any) -> None:
-    """Raise ``LoaderWorkerError`` if the death of one of the iterator's workers has been recorded."""
+    """Raise ``LoaderWorkerError`` if one of the iterator's workers is recorded as dead."""
     numbers = {str(worker.pid) for worker in iterator._workers}
     for death in _noted:
         if not numbers.isdisjoint(re.findall(r"\d+", death)):

@@ -1,4 +1,4 @@
-"""Decide which gloo collectives use shared memory and which use sockets."""
+"""Decide for each gloo collective whether it uses shared memory or sockets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them itself.
+    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them on exit.
 
     Megatron's DDP wraps the collectives of all its buckets in this manager. With ``async_ops``, all of them
     must use gloo, because the manager returns their handles.
@@ -99,7 +99,7 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Segment | None:
-    """Return the shared memory that a collective uses, or None if the collective uses gloo.
+    """Return the shared memory for a collective, or None if the collective uses gloo.
 
     The decision depends only on what is the same on all ranks: dtype and size, the group, and whether the
     caller waits. Asynchronous collectives use gloo, because ranks could run them in different orders.
@@ -118,14 +118,20 @@ def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Se
 
 
 def _are_for_memory(larger: Any, smaller: Any) -> bool:
-    """Return True if tensors have a type and size suitable for shared memory; ``smaller`` may be None."""
+    """Return True if the tensors' dtype and size are suitable for shared memory.
+
+    ``smaller`` may be None.
+    """
     if not all(_is_plain(tensor) for tensor in (larger, smaller) if tensor is not None):
         return False
     return larger.nbytes >= _SMALLEST and larger.dtype in _DTYPES
 
 
 def _is_for_memory(group: Any) -> bool:
-    """Return True if a group uses gloo, has several ranks, and is not coalescing asynchronous collectives."""
+    """Return True if a group supports shared memory.
+
+    It must use gloo, have several ranks, and not be coalescing asynchronous collectives.
+    """
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
         return False
     return group not in dist.distributed_c10d._world.pg_coalesce_state or group in _waited_for
@@ -147,7 +153,10 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share, or None, which is logged, if they cannot share any."""
+    """Return memory that the ranks of ``group`` share.
+
+    Return None, and log the reason, if they cannot share memory.
+    """
     if not settings.SHARED_MEMORY.enabled():
         return None
     try:
@@ -159,5 +168,5 @@ def _made(group: dist.ProcessGroup) -> Segment | None:
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in memory order, ``[elements]``, detached from autograd."""
+    """Return the elements of a dense tensor in memory order, ``[elements]``, without autograd history."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

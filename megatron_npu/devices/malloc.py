@@ -1,4 +1,7 @@
-"""Settings that control how the C library treats freed memory; torch's CPU allocator is plain malloc."""
+"""Control how the C library handles freed memory.
+
+torch's CPU allocator uses plain malloc.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Restore glibc's defaults, and return free memory to the system."""
+    """Restore glibc's default settings, and return free memory to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
         trim()
 
 
 def map_each_tensor() -> None:
-    """Map every block of at least one megabyte separately, and unmap it when it is freed (glibc only).
+    """Map every allocation of at least one megabyte separately, and unmap it when it is freed (glibc only).
 
     By default, glibc raises this threshold to 32 MiB as such blocks are freed, and keeps smaller blocks, so a
     second model does not fit into the gaps that the first one has left.
@@ -43,7 +46,7 @@ def map_each_tensor() -> None:
 
 
 def trim() -> None:
-    """Return free memory to the system, as ``torch.cuda.empty_cache`` does (glibc only)."""
+    """Return free memory to the system (glibc only), as ``torch.cuda.empty_cache`` does on a GPU."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

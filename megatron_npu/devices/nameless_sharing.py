@@ -1,4 +1,4 @@
-"""Pass tensors between processes in unnamed shared memory, so that nothing can be left behind.
+"""Pass tensors between processes in unnamed shared memory, which the system frees automatically.
 
 torch puts such a tensor (a batch from a data-loader worker) into a file in /dev/shm and unlinks it in the
 next call: a worker that is killed in between leaves the file, and its name does not show whether another
@@ -31,7 +31,9 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield the replacements for the functions of torch and Python that create names; Linux only."""
+    """Yield replacements for the functions of torch and Python that create shared-memory names (Linux
+    only).
+    """
     if sys.platform == "linux":
         yield _Storage, "_new_using_fd_cpu", staticmethod(_anonymous)
         if hasattr(_Storage, "_swap_data_ptr_"):  # older torches move a storage in C++ alone
@@ -40,7 +42,10 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _anonymous(size: int) -> torch.UntypedStorage:
-    """Return a storage of ``size`` bytes in unnamed shared memory; it keeps its own file descriptor."""
+    """Return a storage of ``size`` bytes in unnamed shared memory.
+
+    The storage keeps its own file descriptor.
+    """
     descriptor = os.memfd_create("megatron_npu-tensor")
     try:
         os.ftruncate(descriptor, size)
@@ -50,7 +55,7 @@ def _anonymous(size: int) -> torch.UntypedStorage:
 
 
 def _moving(original: Any) -> Any:
-    """Return torch's method, changed to first copy the storage into unnamed shared memory."""
+    """Return torch's sharing method, changed to copy the storage into unnamed shared memory first."""
 
     @_share_memory_lock_protected
     def _share_fd_cpu_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +69,13 @@ def _moving(original: Any) -> Any:
 
 
 class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,misc]
-    """Python's resource sharer with an abstract socket; a receiver that has disconnected is ignored."""
+    """Python's resource sharer with an abstract socket.
+
+    A receiver that has disconnected is ignored.
+    """
 
     def _start(self) -> None:
-        """Start listening, in a thread."""
+        """Start a thread that listens for requests."""
         self._address = f"\0megatron_npu-{os.getpid()}-{secrets.token_hex(8)}"  # unix(7), abstract
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
@@ -88,7 +96,10 @@ class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,mis
                     sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
 
     def _hand_over(self, accepted: socket.socket, _: object) -> bool:
-        """Send the requested resource to the receiver; return False if the thread is asked to stop."""
+        """Send the requested resource to the receiver.
+
+        Return False if the thread is asked to stop.
+        """
         with Connection(accepted.detach()) as other:
             if _user_at(other) != os.geteuid():  # an abstract socket has no permissions
                 return True

@@ -1,4 +1,4 @@
-"""Ascend NPUs, used through torch_npu's own interface without its process-wide ``transfer_to_npu``.
+"""Implement Ascend NPUs as a device through torch_npu, without its process-wide ``transfer_to_npu``.
 
 ``transfer_to_npu`` disables ``torch.jit.script`` and converts float64 to float32 in the whole process. The
 redirection of this package only remaps names of ``torch.cuda``.
@@ -42,7 +42,7 @@ _CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
-    """An Ascend NPU, used with HCCL."""
+    """Ascend NPU device, which communicates through HCCL."""
 
     name = "npu"
     backend = "hccl"
@@ -140,11 +140,11 @@ def _event_of_any_graph(event: type) -> type:
 
 
 def _no_range(*_: Any, **__: Any) -> None:
-    """Replacement for ``torch.cuda.nvtx``, because an NPU has no NVIDIA profiler to show its ranges."""
+    """Do nothing in place of ``torch.cuda.nvtx``, because NVIDIA's profiler does not support NPUs."""
 
 
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Run ``callable`` once the device is initialized. torch_npu does not accept torch's ``seed``."""
+    """Run ``callable`` once the device is initialized."""
     torch.npu._lazy_call(callable)
 
 
@@ -201,7 +201,7 @@ def _saturates() -> bool:
 
 
 def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``properties`` with the major and minor version filled in; torch_npu leaves them as None."""
+    """Return ``properties`` with the version numbers filled in, which torch_npu leaves as None."""
 
     @functools.wraps(properties)
     def get_device_properties(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,10 @@ def _with_capability(properties: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taking_cuda(value: Any) -> Any:
-    """Wrap a function of torch.npu so that it also accepts CUDA devices; return other values unchanged."""
+    """Wrap a function of torch.npu so that it also accepts CUDA devices.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, types.FunctionType):
         return value
 

@@ -1,4 +1,4 @@
-"""Collectives between ranks on one machine, through shared memory instead of gloo's sockets.
+"""Implement collectives between ranks on one machine through shared memory instead of gloo's sockets.
 
 gloo sends data through the kernel's loopback network even to a process on the same machine, which copies each
 byte into and out of the kernel and adds the overhead of TCP. Here, every rank writes the parts that others
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Segment:
-    """Memory that the ranks of a group share, and the collectives that use it.
+    """Shared memory of the ranks of a group, with the collectives that use it.
 
     A collective works in stages. Each stage uses one of two inboxes, ``[ranks, ranks, part]`` by reader and
     writer, and one of two result buffers ``[ranks, part]``, alternately: data read in one stage is
@@ -53,7 +53,10 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the flat ``tensor`` with its sum over the ranks, bitwise identical on all of them."""
+        """Replace the flat ``tensor`` with its sum over the ranks.
+
+        The result is bitwise identical on all ranks.
+        """
         chunks = tensor.split(self._elements(tensor) * self._ranks)
         stages = [self._parts(chunk, -(-chunk.numel() // self._ranks)) for chunk in chunks]
         self._give(stages[0])
@@ -68,7 +71,10 @@ class Segment:
             self._stage += 1
 
     def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
-        """Write this rank's part of the sum of ``given`` to ``output``; both are flat and may overlap."""
+        """Write this rank's part of the sum of ``given`` to ``output``.
+
+        Both tensors are flat and may overlap.
+        """
         shards = given.view(self._ranks, -1)
         output.copy_(shards[self._rank])  # nothing happens where it is that part
         stages = list(zip(*(shard.split(self._elements(given)) for shard in shards), strict=True))
@@ -83,7 +89,10 @@ class Segment:
             self._stage += 1
 
     def all_gather(self, output: Tensor, given: Tensor) -> None:
-        """Gather the flat ``given`` from all ranks into the flat ``output``, which may contain ``given``."""
+        """Gather the flat ``given`` from all ranks into the flat ``output``.
+
+        ``given`` may be part of ``output``.
+        """
         shards = output.view(self._ranks, -1)
         shards[self._rank].copy_(given)
         for parts in zip(*(shard.split(self._elements(given)) for shard in shards), strict=True):
@@ -93,25 +102,28 @@ class Segment:
             self._stage += 1
 
     def _elements(self, tensor: Tensor) -> int:
-        """Return the number of elements in one part, for the tensor's dtype."""
+        """Return the number of elements of the tensor's dtype that fit in one part of the segment."""
         return self._part // tensor.element_size()
 
     def _parts(self, chunk: Tensor, size: int) -> list[Tensor]:
-        """Split ``chunk`` into one part of ``size`` elements per rank; the last may be shorter or empty."""
+        """Split ``chunk`` into one part of ``size`` elements per rank.
+
+        The last part may be shorter or empty.
+        """
         return [chunk[rank * size : (rank + 1) * size] for rank in range(self._ranks)]
 
     def _give(self, parts: Sequence[Tensor], stage: int | None = None) -> None:
-        """Write each part to the inbox of the rank that reduces it."""
+        """Write each part to the inbox of the rank that reduces that part."""
         for reader in self._others():
             self._inbox(parts[reader], reader, self._rank, stage).copy_(parts[reader])
 
     def _add(self, own: Tensor) -> None:
-        """Add the other ranks' values from this rank's inbox to its part."""
+        """Add the values of the other ranks, from this rank's inbox, to this rank's part."""
         for writer in self._others():
             own.add_(self._inbox(own, self._rank, writer))
 
     def _take(self, parts: Sequence[Tensor]) -> None:
-        """Replace the other ranks' parts with the results in their result buffers."""
+        """Replace the parts of the other ranks with the results in their result buffers."""
         for writer in self._others():
             parts[writer].copy_(self._shelf(parts[writer], writer))
 
@@ -126,12 +138,15 @@ class Segment:
         return self._slot((2 * self._ranks + self._stage % 2) * self._ranks + writer, like)
 
     def _slot(self, number: int, like: Tensor) -> Tensor:
-        """Return one slot of the memory as a tensor with the size and dtype of ``like``."""
+        """Return a slot of the shared memory as a tensor with the size and dtype of ``like``."""
         begin = number * self._part
         return self._bytes[begin : begin + like.numel() * like.element_size()].view(like.dtype)
 
     def _wait(self) -> None:
-        """Wait until all ranks have arrived; gloo raises an error if one of them has died."""
+        """Wait until all ranks have arrived.
+
+        gloo raises an error if a rank has died.
+        """
         group = self._group()
         assert group is not None
         group.allreduce([self._flag]).wait()
@@ -175,7 +190,7 @@ def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
 
 
 def _make(token: int, size: int) -> int:
-    """Return the descriptor of a new anonymous file in memory."""
+    """Create an anonymous file in memory and return its descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create(_name(token))
@@ -188,7 +203,7 @@ def _name(token: int) -> str:
 
 
 def _open(process: int, descriptor: int, token: int) -> int:
-    """Return a descriptor of the anonymous file that another process has created.
+    """Open the anonymous file that another process has created, and return its descriptor.
 
     The name of the file must contain the token: in another container or on another machine, the same process
     id belongs to an unrelated process.

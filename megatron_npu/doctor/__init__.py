@@ -1,1 +1,1 @@
-"""``megatron-npu doctor``: report what is installed and what works, with a fix for each problem."""
+"""Implement ``megatron-npu doctor``, which reports what is installed and what works, with fixes."""

@@ -16,7 +16,10 @@ LEAST_FREE = 0.5
 
 
 def advice(report: Report) -> list[str]:
-    """Return the instructions, the most basic problems first; empty if a run is expected to work."""
+    """Return instructions for each problem, the most basic problems first.
+
+    The list is empty if a run is expected to work.
+    """
     versions, devices = report.get("versions", {}), report.get("devices", {})
     return [
         *(report[part]["error"] for part in ("settings", "torch") if part in report),
@@ -121,7 +124,7 @@ def _release(version: str | None) -> tuple[int, ...]:
 
 
 def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: str) -> Iterator[str]:
-    """Yield advice about software installed for a device that a run would not use."""
+    """Yield advice about software for a device that a run would not use."""
     if versions.get("torch-npu") and selected != "npu":
         yield (
             f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): "

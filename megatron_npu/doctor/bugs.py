@@ -1,4 +1,6 @@
-"""Support for ``megatron-npu doctor --known-bugs``: list a Megatron's bugs, and whether they are fixed."""
+"""Implement ``megatron-npu doctor --known-bugs``, which lists a Megatron's bugs and whether they are
+fixed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatron_npu.upstream import megatrons
 
 
 def tell(megatron: str | None, *, as_json: bool) -> int:
-    """Print the bugs of the Megatron in the folder ``megatron``, or if None of the one a run would import.
+    """Print the bugs of the Megatron in the folder ``megatron``.
+
+    With None, use the Megatron that a run would import.
 
     Returns:
         Always 0.

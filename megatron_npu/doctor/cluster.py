@@ -1,4 +1,4 @@
-"""Support for ``megatron-npu doctor --cluster``: check every machine of a job with the job's own launcher.
+"""Implement ``megatron-npu doctor --cluster``, which checks every machine of a job with the job's launcher.
 
 The ranks connect as in a run (an address of 127.0.1.1 or a firewall results in a one-line error) and exchange
 their findings, which rank 0 prints. With ``--out``, rank 0 writes lists of the machines that passed and
@@ -42,7 +42,9 @@ Facts = dict[str, Any]
 
 
 def main(folder: str | None, out: str | None) -> int:
-    """Run one rank of the inspection and return the exit code, which is 1 if a machine failed.
+    """Run one rank of the inspection and return the exit code.
+
+    The code is 1 if a machine failed.
 
     Args:
         folder: a folder that all machines should share. If None, this is not checked.
@@ -120,7 +122,9 @@ def _version(package: str) -> str | None:
 
 
 def _wrong_here(every: Sequence[Facts]) -> list[str]:
-    """Return the differences between this machine and that of rank 0, and the problems with its ports."""
+    """Return the differences between this machine and rank 0's machine, and problems with this machine's
+    ports.
+    """
     own, first = every[dist.get_rank()], every[0]
     if not own["first"]:
         return []
@@ -135,7 +139,9 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
 
 
 def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
-    """Return problems with HCCL's ports on this machine; the port ranges in the variables are always checked.
+    """Return problems with HCCL's ports on this machine.
+
+    Port ranges in variables are always checked.
 
     Args:
         address: the machine's address, to which test sockets are bound.
@@ -176,7 +182,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _wrong_on_device() -> list[str]:
-    """Multiply matrices, compare the result with the host's, sum over all ranks, and return the problems."""
+    """Check a matmul against the host's result, sum over all ranks, and return the problems."""
     device, rank, ranks = devices.current(), dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(64.0).reshape(8, 8)
     faults = []
@@ -197,7 +203,7 @@ def _wrong_on_device() -> list[str]:
 
 
 def _not_shared(folder: str) -> list[str]:
-    """Return the problem on the machine that has it, because only that machine must be left out of a job."""
+    """Return the problem of a shared folder only on the machine that has it."""
     seen, rank = shared_folder.views(Path(folder)), dist.get_rank()
     if not seen:
         alone = dist.get_world_size() == 1
@@ -212,7 +218,7 @@ def _not_shared(folder: str) -> list[str]:
 
 
 def _pairs(every: Sequence[Facts]) -> dict[str, tuple[float, float]]:
-    """Measure pairs of machines one after another: latency in microseconds and bandwidth in GB/s."""
+    """Measure pairs of machines in sequence: latency in microseconds and bandwidth in GB/s."""
     firsts = [rank for rank, facts in enumerate(every) if facts["first"]]
     if len(firsts) <= _PAIRS:
         pairs = [(a, b) for number, a in enumerate(firsts) for b in firsts[number + 1 :]]

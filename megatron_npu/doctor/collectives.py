@@ -28,14 +28,20 @@ def _expect(tensor: Tensor, value: float, told: str) -> None:
 
 
 def all_reduce(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-reduce: the sum of 1 and 2 is 3 on both ranks."""
+    """Check an all-reduce.
+
+    The sum of 1 and 2 must be 3 on both ranks.
+    """
     tensor = own.clone()
     dist.all_reduce(tensor)
     _expect(tensor, size * (size + 1) / 2, "all_reduce")
 
 
 def all_gather(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-gather: each rank gets every rank's number."""
+    """Check an all-gather.
+
+    Each rank must receive every rank's number.
+    """
     gathered = torch.empty(size * SIZE, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
     for other in range(size):
@@ -43,14 +49,20 @@ def all_gather(own: Tensor, rank: int, size: int) -> None:
 
 
 def reduce_scatter(own: Tensor, rank: int, size: int) -> None:
-    """Check a reduce-scatter: each rank gets its part of the sum."""
+    """Check a reduce-scatter.
+
+    Each rank must receive its part of the sum.
+    """
     part = torch.empty(SIZE // size, device=own.device)
     dist.reduce_scatter_tensor(part, own.clone())
     _expect(part, size * (size + 1) / 2, "reduce_scatter")
 
 
 def all_to_all(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-to-all: each rank gets one part from every rank, in rank order."""
+    """Check an all-to-all.
+
+    Each rank must receive one part from every rank, in rank order.
+    """
     received = torch.empty_like(own)
     dist.all_to_all_single(received, own.clone())
     for other, part in enumerate(received.chunk(size)):
@@ -58,14 +70,20 @@ def all_to_all(own: Tensor, rank: int, size: int) -> None:
 
 
 def broadcast(own: Tensor, rank: int, size: int) -> None:
-    """Check a broadcast: every rank gets the last rank's number."""
+    """Check a broadcast.
+
+    Every rank must receive the last rank's number.
+    """
     tensor = own.clone()
     dist.broadcast(tensor, size - 1)
     _expect(tensor, float(size), "broadcast")
 
 
 def send_and_receive(own: Tensor, rank: int, size: int) -> None:
-    """Check send and receive: the last rank gets the first rank's number."""
+    """Check send and receive.
+
+    The last rank must receive the first rank's number.
+    """
     if size == 1:
         return
     if rank == 0:
@@ -87,7 +105,10 @@ CHECKS: tuple[Callable[[Tensor, int, int], None], ...] = (
 
 
 def main(store: str, rank: int, size: int) -> None:
-    """Join the other processes and run every check; raise an AssertionError if a result is wrong."""
+    """Join the other processes and run every check.
+
+    Raise an AssertionError if a result is wrong.
+    """
     device = devices.current()
     device.set_current(rank % device.count())
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""``megatron-npu doctor``: inspect the machine and print a report with advice."""
+"""Implement ``megatron-npu doctor``, which inspects the machine and prints a report with advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.doctor.advice import Report, advice
 
 
 def main(argv: list[str]) -> int:
-    """Print versions, devices, the Megatron found, and the results of operation and communication tests.
+    """Print versions, devices, the detected Megatron, and the results of operation and communication tests.
 
     Returns:
         0 if a run is expected to work, 1 if there is advice to follow; always 0 with ``--known-bugs``.
@@ -74,7 +74,9 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return all findings of the doctor; if ``quick`` is set, no processes are started.
+    """Return all findings of the doctor.
+
+    If ``quick`` is set, no processes are started.
 
     Raises:
         UsageError: the folder ``megatron`` contains no Megatron.
@@ -116,7 +118,7 @@ def _with_torch(megatron: dict[str, Any], *, quick: bool) -> Report:
 
 
 def text(report: Report) -> str:
-    """Return the report for a terminal: a heading for each part, and the advice at the end."""
+    """Return the report for a terminal, with a heading for each part and the advice at the end."""
     lines = []
     for part, content in report.items():
         if part != "advice" and content:
@@ -126,7 +128,10 @@ def text(report: Report) -> str:
 
 
 def _of(report: Report) -> str:
-    """Return the Megatron to which the verdict applies; the scripts of another one would import that one."""
+    """Return the name of the Megatron to which the verdict applies.
+
+    Scripts of another Megatron would import that one.
+    """
     found = report.get("megatron", {})
     return f" with {found['upstream']} {found['version']}" if "upstream" in found else ""
 
@@ -141,7 +146,7 @@ def _rows(content: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return one line for a plain value, or one line per element for a list of tables."""
+    """Return one line for a plain value, or one line per element of a list of tables."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_plain(row) for row in value]
     return [_plain(value)]

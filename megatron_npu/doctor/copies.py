@@ -15,7 +15,7 @@ _NAME = "megatron_npu"
 
 
 def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the copy in use, how it was installed, and what ``import megatron_npu`` finds from ``here``.
+    """Return the copy in use, its installation method, and what ``import megatron_npu`` finds from ``here``.
 
     Args:
         here: the folder in which scripts are started (default: the working directory).

@@ -20,7 +20,9 @@ PREFIXES = (
 
 
 def put_on_path(path: str | None) -> str:
-    """Put the Megatron that a run would import first on ``sys.path``, and return how it was found.
+    """Put the Megatron that a run would import first on ``sys.path``.
+
+    Return how it was found.
 
     The search order is ``path`` (default: ``MEGATRON_LM_PATH``), the checkout that contains this project (as
     in Ascend's guide), ``sys.path``, and the working directory.
@@ -45,7 +47,7 @@ def put_on_path(path: str | None) -> str:
 
 
 def _around_this_clone() -> megatrons.Upstream | None:
-    """Return the Megatron that contains the clone of this project in the working directory, or None."""
+    """Return the Megatron that contains this project's clone in the working directory, or None."""
     here = Path.cwd()
     clones = (folder for folder in (here, *here.parents) if _is_clone(folder))
     return next((found for clone in clones if (found := megatrons.inside(clone.parent))), None)
@@ -63,7 +65,7 @@ def _first_on_path() -> megatrons.Upstream | None:
 
 
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
-    """Return the Megatron that would be imported, its location, what it shadows, and its patches' states.
+    """Return the Megatron to be imported, its location, the copies that it shadows, and its patches' states.
 
     ``pins`` compares each patch with the sources; this requires torch, because the adaptors import it.
     """
@@ -90,7 +92,10 @@ def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
 
 
 def _here(used: Path | None) -> dict[str, str]:
-    """Return the Megatron in the working directory, which scripts started there use, if it is another one."""
+    """Return the Megatron in the working directory if it differs from ``used``.
+
+    Scripts started there use it.
+    """
     found = megatrons.inside(Path.cwd())
     if found is None or found.root == used:
         return {}

@@ -1,4 +1,4 @@
-"""The available devices, with their names and free memory."""
+"""List the available devices with their names and free memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_list() -> dict[str, Any]:
-    """Return the number of devices of each kind, or the reason why there are none, and the selected devices.
+    """Return the selected devices, and for each kind the number of devices or the reason why there are none.
 
     ``each`` lists the devices of the selected kind with ``device``, ``model``, ``free_mib`` and
     ``total_mib``; the last two are present only if the device's module in torch reports them. The model of a

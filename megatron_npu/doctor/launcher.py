@@ -22,7 +22,7 @@ _WHERE = (
 
 
 def launcher() -> dict[str, str]:
-    """Return the ``torchrun`` on PATH, the Python that it starts, and what is wrong with that Python.
+    """Return the ``torchrun`` on PATH, the Python that it starts, and the problems of that Python.
 
     Returns:
         "torchrun": its file, or that there is none; "python": what it starts, if that is known; "lacks": set
@@ -47,7 +47,7 @@ def launcher() -> dict[str, str]:
 
 
 def advice(found: dict[str, str]) -> list[str]:
-    """Return what to type instead of a ``torchrun`` that starts another Python."""
+    """Return the command to use instead of a ``torchrun`` that starts another Python."""
     if "lacks" in found:
         reason = "which does not have this package"
     elif "another" in found:
@@ -61,12 +61,12 @@ def advice(found: dict[str, str]) -> list[str]:
 
 
 def _folder(executable: str) -> Path:
-    """Return the folder of an executable: a virtual environment's Python is a link to another folder."""
+    """Return the folder of an executable, without resolving links to another folder."""
     return Path(executable).parent.resolve()
 
 
 def _behind_pyenv(script: str) -> str:
-    """Return the file that a shim of pyenv runs, or the script itself if it is no shim."""
+    """Return the file that a pyenv shim runs, or the script itself if it is not a shim."""
     if "pyenv" not in _beginning(script):
         return script
     if Path(script).parent.name != "shims":
@@ -75,7 +75,7 @@ def _behind_pyenv(script: str) -> str:
 
 
 def _beginning(script: str) -> str:
-    """Return the beginning of a file, or nothing if it cannot be read: a program may be executable only."""
+    """Return the beginning of a file, or an empty string if it cannot be read."""
     try:
         with open(script, "rb") as file:
             return file.read(_LINE).decode(errors="replace")
@@ -84,7 +84,7 @@ def _beginning(script: str) -> str:
 
 
 def _python_of(script: str) -> str | None:
-    """Return the Python in a script's first line, or None if the script names none."""
+    """Return the Python named in a script's first line, or None."""
     line = _beginning(script).split("\n")[0]
     words = line.removeprefix("#!").split()
     if not line.startswith("#!") or not words:
@@ -96,7 +96,10 @@ def _python_of(script: str) -> str | None:
 
 
 def _copy_in(python: str) -> str | None:
-    """Return the folder of the copy that ``python`` imports: "" for none, None if it does not run."""
+    """Return the folder of the copy that ``python`` imports.
+
+    It is empty without a copy, and None if Python does not run.
+    """
     return _output([python, "-c", _WHERE.format(name=_NAME)])
 
 

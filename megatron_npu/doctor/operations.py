@@ -1,4 +1,4 @@
-"""Self-test of every operation on this process's device, which runs its examples in verify mode.
+"""Test every operation on this process's device by running its examples in verify mode.
 
     MEGATRON_NPU_VERIFY=all python -m megatron_npu.doctor.operations REPORT.json
 
@@ -23,7 +23,7 @@ from megatron_npu.ops.dropout import bias_dropout_add, dropout
 
 
 def examples() -> dict[str, Example]:
-    """Return every registered example, keyed by the names of the operation and the case."""
+    """Return every registered example, keyed by the names of its operation and case."""
     return {
         f"{operation.name}, {case}" if case else operation.name: example
         for operation in dispatch.all_operations()
@@ -32,7 +32,9 @@ def examples() -> dict[str, Example]:
 
 
 def run(dtype: torch.dtype) -> dict[str, str]:
-    """Run every example forward and backward, and return the failures with their reasons, keyed by name.
+    """Run every example forward and backward.
+
+    Return the failures with their reasons, keyed by name.
 
     The deviation of each example from its reference is in ``verify.findings``.
     """
@@ -60,7 +62,8 @@ def _plain_dropout_error(make: Make) -> float:
 
 
 def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
-    """Return the distance of kept values from ``residual + x / 0.75``, and of dropped ones from ``residual``.
+    """Return the error of kept values against ``residual + x / 0.75`` and of dropped values against
+    ``residual``.
 
     Raises:
         ArithmeticError: the fraction of dropped values is not the requested 0.25.
@@ -86,7 +89,10 @@ DRAWING: dict[str, Callable[[Make], float]] = {
 
 
 def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
-    """Compare operations that draw random numbers with their formulas; return the errors and the failures."""
+    """Compare random operations with their formulas.
+
+    Return the errors and the failures.
+    """
     errors, failures = {}, {}
     for name, error_of in DRAWING.items():
         torch.manual_seed(1)
@@ -111,7 +117,10 @@ def _in_one_line(error: Exception) -> str:
 
 
 def report() -> dict[str, object]:
-    """Test in fp32 and bf16; return the failures, largest errors, errors above the limit, and fallbacks."""
+    """Test in fp32 and bf16.
+
+    Return failures, largest errors, errors above the limit, and fallbacks.
+    """
     failures: dict[str, str] = {}
     largest: dict[str, float] = {}
     beyond: set[str] = set()

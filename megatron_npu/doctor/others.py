@@ -1,4 +1,4 @@
-"""Find other packages that replace Megatron's layers or functions, and which package takes effect."""
+"""Find other packages that replace Megatron's layers or functions, and determine which takes effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KNOWN = {"transformer_engine": _LAYERS, "mindspeed": _PATCHES, "megatron_adapto
 
 
 def others() -> dict[str, str]:
-    """Return the installed packages of this kind by module: their owners, and which one takes effect."""
+    """Return the installed packages that replace parts of Megatron, keyed by module."""
     present = [name for name in _KNOWN if not early_import.is_absent(name)]
     owners = packages_distributions() if present else {}
     return {name: f"{_owner(name, owners.get(name, []))}: {_KNOWN[name]}" for name in present}
@@ -35,7 +35,7 @@ def _owner(name: str, distributions: list[str]) -> str:
 
 
 def advice(found: dict[str, str]) -> list[str]:
-    """Return advice on each package that patches Megatron in the same way as this package."""
+    """Return advice about each package that patches the same parts of Megatron as this package."""
     return [
         (
             f"{name} patches Megatron, as this package does: use only one of them in a run. "

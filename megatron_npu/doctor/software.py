@@ -1,4 +1,4 @@
-"""Read installed versions without side effects, even if some packages are broken."""
+"""Read installed versions without side effects, even if packages are broken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch; return None, or a one-line reason if the import fails.
+    """Import torch.
+
+    Return None, or a one-line reason if the import fails.
 
     torch imports every installed device package at its end, and their exceptions look like torch's own. A
     second attempt without these packages shows which of them causes the failure.
@@ -66,7 +68,10 @@ def _imports_without_backends() -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, this package, torch and its optional packages; None if not installed."""
+    """Return the versions of Python, this package, torch and optional packages.
+
+    Missing packages have None.
+    """
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "megatron-npu": f"{megatron_npu.__version__} in {Path(megatron_npu.__file__).resolve().parents[1]}",
@@ -85,7 +90,7 @@ def _package(name: str) -> str | None:
 
 
 def extensions() -> dict[str, list[str]]:
-    """Return the extensions that torch compiled for this user, and locks left by interrupted compilations."""
+    """Return torch's compiled extensions of this user, and locks left by interrupted compilations."""
     place = extension_locks.folder()
     return {
         "compiled": sorted(path.stem for path in place.glob("*/*/*.so")),
@@ -94,7 +99,7 @@ def extensions() -> dict[str, list[str]]:
 
 
 def _of_torch() -> dict[str, str | None]:
-    """Return the versions that can only be queried through torch; empty if torch cannot be imported."""
+    """Return the versions that only torch can report, or an empty dict if torch cannot be imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -120,7 +125,7 @@ def _cann() -> str | None:
 
 
 def _toolkit_file(pattern: str) -> str | None:
-    """Return the line that contains the version in a file of the CANN toolkit."""
+    """Return the line that contains the version from a file of the CANN toolkit."""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
         root = os.environ.get(variable)
         for path in sorted(Path(root).glob(pattern)) if root else []:
@@ -148,7 +153,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return how Megatron is patched in a process that simply runs a stock script."""
+    """Return how Megatron is patched in a process that runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

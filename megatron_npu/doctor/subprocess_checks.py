@@ -1,4 +1,4 @@
-"""Checks that run in separate processes, because they may hang, crash or have side effects."""
+"""Run checks in separate processes, because they may hang, crash or have side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 
 def before_communication(root: str | None) -> dict[str, dict[str, Any]]:
-    """Run the checks of one process each at the same time: most of their time is the import of torch.
+    """Run the checks that need one process each at the same time.
+
+    Most of their time is spent importing torch.
 
     Args:
         root: the folder of the Megatron whose patches are applied, or None to leave out that check.
@@ -106,7 +108,10 @@ def _ledger(root: str) -> Check:
 
 
 def deepspeed() -> dict[str, Any]:
-    """Import DeepSpeed as a run does; return its accelerator, or an empty result if it is not installed."""
+    """Import DeepSpeed as a run does, and return its accelerator.
+
+    The result is empty if DeepSpeed is not installed.
+    """
     return _together({"deepspeed": _deepspeed()})["deepspeed"]
 
 
@@ -118,7 +123,7 @@ def _deepspeed() -> Check:
 
 
 def _together(checks: Mapping[str, Check]) -> dict[str, dict[str, Any]]:
-    """Start all checks, wait for each, and return the part of the report of each, by name."""
+    """Start all checks, wait for each, and return each check's part of the report by name."""
     found: dict[str, dict[str, Any]] = {}
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -158,7 +163,10 @@ def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[s
 
 
 def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
-    """Wait for the process; return its output, and the problem as one line, or None."""
+    """Wait for a process.
+
+    Return its output, and its problem as one line or None.
+    """
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

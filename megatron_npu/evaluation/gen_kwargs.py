@@ -22,7 +22,7 @@ _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """Settings for generating a text.
+    """Settings for generating a text in an lm-eval task.
 
     Attributes:
         until: the strings that end the generation and are not part of the result.
@@ -85,7 +85,10 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
 
 
 def _temperature(rest: dict[str, Any]) -> float:
-    """Remove ``do_sample`` and ``temperature`` and return the temperature (1 by default when sampling)."""
+    """Remove ``do_sample`` and ``temperature`` from the settings, and return the temperature.
+
+    When sampling, the default is 1.
+    """
     sampled = rest.pop("do_sample", None)
     temperature = float(rest.pop("temperature", None) or 0.0)
     if sampled is None:

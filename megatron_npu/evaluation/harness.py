@@ -1,4 +1,4 @@
-"""``megatron-npu evaluate``: run lm-eval, EleutherAI's harness, with the model ``megatron_npu``.
+"""Implement ``megatron-npu evaluate``, which runs lm-eval with the model ``megatron_npu``.
 
 The rest of the command line is lm-eval's own. lm-eval releases that read the entry points ``lm_eval.models``
 do not need this command; 0.4.13 does not read them.
@@ -28,12 +28,15 @@ _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') on this machine
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser that is used for the help text; all arguments are parsed by lm-eval."""
+    """Return the parser that prints the help text.
+
+    lm-eval itself parses all arguments.
+    """
     return Parser("megatron-npu evaluate", description=_DESCRIPTION, usage=_USAGE)
 
 
 def main(argv: list[str]) -> int:
-    """Run lm-eval; return its exit code.
+    """Run lm-eval and return its exit code.
 
     Raises:
         UsageError: lm-eval is not installed.

@@ -1,4 +1,4 @@
-"""Checks of the files of an lm-eval run: results must be writable, and caches safe from other users.
+"""Check the files of an lm-eval run: results must be writable, and caches safe from other users.
 
 The results are checked because lm-eval only warns if it cannot write them, and still ends with exit code 0.
 The caches are checked because they are pickles, which execute code when they are read.
@@ -20,7 +20,7 @@ _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options for files in lm-eval's command line."""
+    """Return the file options in lm-eval's command line."""
     parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
@@ -53,7 +53,9 @@ def require(asked: argparse.Namespace) -> None:
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return the reason why a run that ended normally has no results, or "" if it has results.
+    """Return the reason why a run that ended normally has no results.
+
+    The text is empty if there are results.
 
     Args:
         output_path: the value of lm-eval's option.
@@ -76,7 +78,7 @@ def _folder(output_path: Path) -> Path:
 
 
 def _caches(prefix: str | None) -> Iterator[Path]:
-    """Yield the caches that a run would read: a database per process, and the cached requests of tasks."""
+    """Yield the caches that a run would read: one database per process, and cached task requests."""
     if prefix is not None:
         path = Path(prefix)
         yield from path.parent.glob(f"{path.name}_rank*.db")

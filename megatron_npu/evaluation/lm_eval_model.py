@@ -1,4 +1,4 @@
-"""The lm-eval model ``megatron_npu``: evaluates checkpoints of the trainer and of stock scripts directly.
+"""Implement the lm-eval model ``megatron_npu``, which evaluates Megatron checkpoints directly.
 
 Checkpoints need no conversion. They are loaded like in ``megatron-npu generate``, and the results equal those
 of ``--model hf`` on the exported model.
@@ -107,11 +107,17 @@ class MegatronNpu(TemplateLM):
             )
 
     def close(self) -> None:
-        """Release the model and the other processes. The object cannot process requests after this call."""
+        """Release the model and the other processes.
+
+        The object cannot be used after this call.
+        """
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
-        """Load the model and prepare to send requests. If it is shared, only the first process returns."""
+        """Load the model and prepare to send requests.
+
+        If several processes share the model, only the first returns.
+        """
         copies = sizes == (None, None)
         share = (
             layout.copies
@@ -149,7 +155,10 @@ class MegatronNpu(TemplateLM):
         return torch.cat([one.reshape(1) if one.dim() == 0 else one for one in found])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Return the objects of all processes in one process, and return None in the others."""
+        """Gather objects from all processes.
+
+        Return them on one process, and None on the others.
+        """
         if self._world_size == 1:
             return [obj]
         found: list[Any] = [None] * self._world_size
@@ -170,7 +179,7 @@ class MegatronNpu(TemplateLM):
 
     @functools.cached_property
     def prefix_token_id(self) -> int:
-        """The id that precedes a text without context: the tokenizer's start token, or else its end token."""
+        """The id that precedes a text without context: the tokenizer's start token or else its end token."""
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             return tokenizer.eod
@@ -291,7 +300,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
-        """Yield the indices of requests, several batches at a time, and show the progress."""
+        """Yield groups of request indices, several batches at a time, and show the progress."""
         size = _BLOCK * self.batch
         with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
             for start in range(0, len(order), size):
@@ -304,7 +313,7 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return the last ids of a context, as many as fit into the model together with the answer."""
+        """Return the last ids of a context that fit into the model together with the answer."""
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Make lm-eval's result files either complete or absent, and record the files that could not be written.
+"""Write lm-eval's result files either completely or not at all, and record failed writes.
 
 lm-eval writes these files in place, logs a warning if that fails, and still ends with exit code 0. Therefore,
 the ``Path`` and ``open`` of its result module are replaced with versions that write through
@@ -21,7 +21,9 @@ _PATTERNS = ("results_*.partial", "samples_*.partial", "*.json.*.partial")
 
 @contextlib.contextmanager
 def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
-    """Make a module write only complete files inside the block; yield a list of lines on failed writes.
+    """Make a module write only complete files inside the block.
+
+    Yield a list of messages about failed writes.
 
     Args:
         tracker: the module ``lm_eval.loggers.evaluation_tracker``.
@@ -29,7 +31,7 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
     lost: list[str] = []
 
     class WholePath(type(Path())):  # type: ignore[misc]  # the kind of this system
-        """A path whose file is replaced only after the new content has been written to disk completely."""
+        """Path whose file is replaced only after the new content is completely on disk."""
 
         def write_text(self, data: str, *_: Any, **__: Any) -> int:
             """Write the file with the encoding and line endings of ``files.write``."""
@@ -56,7 +58,10 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]:
-    """Yield a text stream whose content replaces the file. When appending, it includes the old content."""
+    """Yield a text stream whose content replaces the file.
+
+    When appending, the stream includes the old content.
+    """
     try:
         with files.writing(path) as binary:
             if mode == "a" and path.exists():

@@ -1,4 +1,4 @@
-"""Apply the chat template of a checkpoint, which turns messages into the text format used in training.
+"""Apply a checkpoint's chat template, which converts messages to the text format used in training.
 
 Templates are written in Jinja and are distributed with the Hugging Face tokenizer, so they are untrusted.
 They are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and with
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A chat template, together with the special tokens that it may use.
+    """Chat template and the special tokens that it may use.
 
     Args:
         source: the Jinja source.
@@ -87,7 +87,7 @@ class ChatTemplate:
 
 
 def of(args: argparse.Namespace) -> ChatTemplate | None:
-    """Return the chat template stored with a checkpoint's tokenizer, or None if there is none.
+    """Return the chat template of a checkpoint's tokenizer, or None if it has none.
 
     Args:
         args: the flags of the training run.
@@ -141,7 +141,10 @@ def _environment() -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items or bits in an operator's result, or 0 if the size is not limited."""
+    """Return the number of items or bits in an operator's result.
+
+    The result is 0 for operators without a size limit.
+    """
     if operator == "**":
         bits = left.bit_length() if isinstance(left, int) else 0
         return bits * max(right, 0) if isinstance(right, int) else 0
@@ -157,7 +160,7 @@ def _length(value: Any) -> int:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Limit the time that the block may take in this thread.
+    """Limit the time that the block may take in the current thread.
 
     The block is interrupted at the first line of Python that is reached after the limit. This works because
     the loops of a template are Python loops. A separate thread is not used because it could not be stopped.

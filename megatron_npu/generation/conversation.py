@@ -1,4 +1,6 @@
-"""An interactive conversation: read prompts one by one and print each continuation as it is generated."""
+"""Run an interactive conversation: read prompts one by one, and print each continuation as it is
+generated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _STOP = "stop"
 
 
 def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
-    """Read prompts from standard input until ``stop`` or the end of the input, and print each continuation.
+    """Read prompts from standard input, and print each continuation.
+
+    The conversation ends at ``stop`` or at the end of the input.
 
     If a prompt is too long, a message is printed and the next prompt is read. Ctrl-C stops the generation of
     the current text.
@@ -35,7 +39,10 @@ def talk(model: TrainedModel, leader: Leader, options: Options) -> None:
 
 
 def _edit_lines() -> None:
-    """Enable line editing if Python supports it. Bytes that are not UTF-8 are accepted and reported later."""
+    """Enable line editing if Python supports it.
+
+    Bytes that are not UTF-8 are accepted here and reported later.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # input() uses it from then on
     for stream in (sys.stdin, sys.stdout):

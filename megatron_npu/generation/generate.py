@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sampling(add: trained_model.Add) -> None:
-    """Add the flags for sampling to the parser."""
+    """Add the sampling flags to a parser."""
     add(
         "--num-tokens",
         type=integer,
@@ -100,7 +100,7 @@ def add_sampling(add: trained_model.Add) -> None:
 
 
 def options_of(given: argparse.Namespace) -> Options:
-    """Return the sampling options.
+    """Return the sampling options that the flags select.
 
     Raises:
         UsageError: a value is out of range.
@@ -120,7 +120,7 @@ def options_of(given: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
@@ -159,7 +159,10 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate texts for one prompt or unconditionally, and print them or write them to a file."""
+    """Generate texts for one prompt or without a prompt.
+
+    Print the texts or write them to a file.
+    """
     prompt = [model.sampler.end] if given.prompt is None else model.prompt(given.prompt)
     _require_room(given, prompt, model)
     samples = model.sampler.sample([prompt] * (given.num_samples or 1), options, batch=given.micro_batch_size)
@@ -192,7 +195,7 @@ def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, p
 
 
 def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate a continuation for each line of a file, and write the prompts and the texts."""
+    """Generate a continuation for each line of a file, and write prompts and continuations."""
     file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
@@ -229,7 +232,7 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
 def generate(
     load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
 ) -> str:
-    """Return a prompt and its continuation, up to an end-of-document token, using a single process.
+    """Return a prompt with its continuation, up to an end-of-document token, using a single process.
 
     Args:
         load: the folder that was given to ``--save``.

@@ -73,7 +73,7 @@ def precision(given: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint in memory, which is shared by all processes of the command.
+    """Checkpoint in memory, shared by all processes of the command.
 
     Attributes:
         args: the flags of the checkpoint's training run, with the layout of this command.
@@ -86,7 +86,7 @@ class TrainedModel:
     tokenizer: Tokenizer
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt.
+        """Return the token ids of a prompt text.
 
         Raises:
             UsageError: the prompt is empty, not UTF-8, or too long.
@@ -105,13 +105,16 @@ class TrainedModel:
         return self.tokenizer.decode(self.content(sample))
 
     def content(self, sample: Sample) -> list[int]:
-        """Return the ids of the text, omitting an end token that represents an empty prompt."""
+        """Return the token ids of a sample's text.
+
+        An end token that represents an empty prompt is omitted.
+        """
         return sample.tokens if sample.prompt == [self.sampler.end] else sample.ids()
 
 
 @contextlib.contextmanager
 def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model that the flags of ``add_flags`` select, for use inside the block.
+    """Load the model selected by the flags of ``add_flags`` for use inside the block.
 
     Args:
         given: the command's flags.
@@ -132,7 +135,7 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 @contextlib.contextmanager
 def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model that the flags of ``add_checkpoint`` select, for use inside the block.
+    """Load the model selected by the flags of ``add_checkpoint`` for use inside the block.
 
     Args:
         given: the command's flags.
@@ -149,14 +152,14 @@ def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[Tr
 
 
 def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
-    """Return the result of ``restored`` after preparing it for generation."""
+    """Prepare a restored model for generation, and return it."""
     if devices.current().is_host:
         host_layout.lay_out_for_vectors(gpt)
     return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)
 
 
 def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Reject sizes on the command line that differ from those of the checkpoint."""
+    """Reject model sizes on the command line that differ from the checkpoint's sizes."""
     for name in (*_SHAPE, "tokenizer_type"):
         wanted, there = getattr(given, name), getattr(args, name)
         if wanted is not None and wanted != there:

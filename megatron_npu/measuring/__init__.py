@@ -1,1 +1,1 @@
-"""``megatron-npu bench``: measure the four tables of the PAI-Rapidformer document on this machine."""
+"""Implement ``megatron-npu bench``, which measures the four tables of the PAI-Rapidformer document."""

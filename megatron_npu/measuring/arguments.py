@@ -1,4 +1,4 @@
-"""The flags of ``megatron-npu bench``."""
+"""Declare the flags of ``megatron-npu bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism and compiled graphs.
+"""Implement ``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism, compiled graphs.
 
 It prints one of the document's four tables: samples per second as mean and standard deviation, the peak
 memory of the largest rank, OOM for rows that do not fit and NA for rows that cannot run. Each row runs in
@@ -25,7 +25,9 @@ _PACKAGES = ("torch", "torch-npu", "transformers", "megatron-core")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print a table. Return the exit code, 1 if a row failed for a reason other than memory.
+    """Measure and print a table.
+
+    Return the exit code, which is 1 if a row failed for a reason other than memory.
 
     Raises:
         UsageError: the input is invalid; raised before anything starts.
@@ -83,7 +85,7 @@ def _line(row: Row, prepared: Plan, seconds: float) -> str:
 
 
 class _Progress:
-    """The progress of a row, shown as a bar on a terminal and not shown otherwise."""
+    """Progress of a row, shown as a bar on a terminal."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._name, self._steps = name, steps
@@ -105,7 +107,7 @@ class _Progress:
 
 
 def _write(report: Report, args: Namespace) -> None:
-    """Write the requested files with the measurements that have been made so far."""
+    """Write the requested files with all measurements made so far."""
     if args.json is not None:
         files.write(args.json, json.dumps(report.to_json(), indent=1) + "\n")
     if args.markdown is not None:

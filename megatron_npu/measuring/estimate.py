@@ -1,4 +1,4 @@
-"""Estimate the minimum memory per rank before a row starts, so that the row does not exhaust the machine.
+"""Estimate the minimum memory of a rank before a row starts, to avoid exhausting the machine.
 
 The estimate is a calculated lower bound. A row whose bound exceeds the limit cannot fit, and other rows may
 still run out of memory (OOM).
@@ -14,7 +14,7 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound on the number of bytes of model states and activations on the largest rank.
+    """Return a lower bound on the bytes of model states and activations on the largest rank.
 
     Args:
         job: the row's job.
@@ -45,7 +45,7 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
 
 
 def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
-    """Return the numbers of bytes per parameter for weight, gradient and optimizer state, without sharding.
+    """Return the bytes per parameter of weight, gradient and optimizer state without sharding.
 
     With mixed precision, Megatron's model has weights of 2 bytes, gradients of 4 (bf16) or 2 (fp16), and 12
     in the optimizer. With autocast (Transformers), weights stay fp32: 4 + 4 + 8 bytes.
@@ -58,7 +58,9 @@ def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
 
 
 def activations(job: Job) -> int:
-    """Return the bytes saved for the backward pass with fused attention, which include at least the logits.
+    """Return the bytes saved for the backward pass with fused attention.
+
+    They include at least the logits.
 
     According to arXiv:2205.05198, equations 1 and 2, these are s b h (10 + 24 / t) per layer in 16 bits,
     without the term 5 a s / h; the first pipeline stage stores as many micro batches as there are stages.

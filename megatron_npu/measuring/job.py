@@ -1,4 +1,4 @@
-"""The training job of one row, which is written by the parent process and read by each rank."""
+"""Describe the training job of one row, which the parent process writes and each rank reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, all
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings that are shared by all rows of a table.
+    """Settings that all rows of a table share.
 
     Attributes:
         size: the model's size.
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Setting):
-    """One row of a results table, as measured on this machine.
+    """One row of a results table to be measured on this machine.
 
     Attributes:
         workload: see ``Suite``.
@@ -81,12 +81,12 @@ class Job(Setting):
         )
 
     def to_json(self) -> str:
-        """Return the job as a JSON string."""
+        """Convert the job to a JSON string."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job that is described by a string from ``to_json``."""
+        """Create a job from a string returned by ``to_json``."""
         values = json.loads(text)
         scheme = values["scheme"]
         scheme |= {"cells": tuple(scheme["cells"]), "printed": Printed(**scheme["printed"])}

@@ -1,4 +1,4 @@
-"""A description of the machine and of the limits of its measurements."""
+"""Describe the machine and the limits of its measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of this machine, described for a benchmark.
+    """Description of this machine's device for a benchmark.
 
     Attributes:
         device: the title of the device, such as ``cpu`` or ``simulated npu``.
@@ -61,7 +61,7 @@ class Machine:
         return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
 
     def notes(self, ranks: int, dtype: str) -> list[str]:
-        """Return notes that a reader of the table needs.
+        """Return notes that help to interpret the table.
 
         Args:
             ranks: the number of processes per row.

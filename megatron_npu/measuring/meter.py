@@ -1,4 +1,4 @@
-"""Measurements of a rank: step times and peak memory."""
+"""Measure step times and peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 
 @dataclass
 class Meter:
-    """Measures step times and memory of one rank.
+    """Measure step times and memory of one rank.
 
     On NPU and CUDA, the memory is the peak of the device's allocator. On a CPU, it is the peak of the
     resident set minus its size before the model was built, so Python and its packages do not count. The peak
@@ -51,7 +51,7 @@ class Meter:
     _before: int = 0
 
     def start(self) -> None:
-        """Record the memory use before the model is built, and set the limit."""
+        """Record the memory use before the model is built, and set the memory limit."""
         device = devices.current()
         if device.is_host:
             malloc.trim()
@@ -62,7 +62,7 @@ class Meter:
                 threading.Thread(target=self._watch, args=(self.job.memory_limit,), daemon=True).start()
 
     def _watch(self, limit: int) -> None:
-        """Poll the resident set size, which is the measured value, until it exceeds ``limit``."""
+        """Poll the resident set size until it exceeds ``limit``."""
         while self._grown() <= limit:
             time.sleep(_LOOK)
         if self.exceeded is not None:
@@ -72,7 +72,10 @@ class Meter:
         return devices.current().memory().allocated - self._before
 
     def step(self) -> None:
-        """Record the end of a step; call it at the same place in each step."""
+        """Record the end of a step.
+
+        Call this at the same place in each step.
+        """
         self._done += 1
         device = devices.current()
         if self._done == 1:
@@ -100,7 +103,7 @@ class Meter:
 
 
 def _limit(limit: int) -> None:
-    """Limit this process's growth to ``limit`` bytes: by RLIMIT_DATA on a CPU, or by torch's allocator.
+    """Limit this process's memory growth to ``limit`` bytes with RLIMIT_DATA (CPU) or torch's allocator.
 
     RLIMIT_DATA counts all writable mappings, including the stacks of threads, which explains the allowance.
     """
@@ -117,13 +120,13 @@ def _limit(limit: int) -> None:
 
 
 def lift_limit() -> None:
-    """Remove the kernel's memory limit from this process, so that it can report."""
+    """Remove the memory limit from this process, so that it can report its result."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def _data() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts."""
+    """Return the bytes of this process that count towards RLIMIT_DATA."""
     try:
         line = next(
             row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmData:")

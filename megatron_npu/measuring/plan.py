@@ -1,4 +1,4 @@
-"""Convert flags to jobs: defaults by device, and rows that this machine cannot run."""
+"""Convert flags to jobs, with defaults for the device, and find rows that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _SHARE = 0.8  # of the available memory of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """The plan of a measurement. ``memory_limit`` is the value that the user has given.
+    """Plan of a measurement.
+
+    ``memory_limit`` is the value that the user has given.
 
     Attributes:
         suite: the suite.
@@ -39,7 +41,7 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return the job for a row's ranks, with the memory that each of them may use now."""
+        """Return the job of a row's ranks, with the memory that each rank may use now."""
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
@@ -53,7 +55,7 @@ class Plan(Setting):
         return int(_SHARE * host_memory.available() / self.ranks)
 
     def outcome_beforehand(self, job: Job) -> Outcome | None:
-        """Return OOM or NA for a row whose outcome is known without starting it."""
+        """Return the outcome (OOM or NA) of a row if it is known without starting the row."""
         reason = self._unfit(job.scheme) or _refused(job, self.machine.kind)
         if reason:
             return Outcome(NA, reason)
@@ -88,7 +90,7 @@ class Plan(Setting):
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return the reason why a row's switches cannot be combined here; empty if they can."""
+    """Return the reason why a row's switches cannot be combined here, or an empty string."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",
@@ -104,7 +106,7 @@ def _refused(job: Job, device: str) -> str:
 
 
 def plan(args: Namespace, machine: Machine) -> Plan:
-    """Fill in the defaults.
+    """Return the plan for the given flags, with defaults filled in.
 
     Raises:
         UsageError: a size or batch fits no row, devices are unavailable, or files cannot be written.
@@ -137,7 +139,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
 
 
 def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the model's name, and a log line about it if it was chosen automatically."""
+    """Return the model's name, and a log line if the model was chosen automatically."""
     documented = suite.family.documented
     if asked is not None:
         return asked, ()

@@ -1,4 +1,4 @@
-"""One rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's environment variables.
+"""Run one rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's variables.
 
 It reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
 ``rankN.json``. It ends when its standard input closes, that is, when the process that started it ends.
@@ -38,7 +38,7 @@ def result_file(folder: Path, rank: int) -> Path:
 
 
 def main(folder: Path) -> int:
-    """Train and measure, and return the exit code."""
+    """Train and measure a rank, and return the exit code."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     rank = int(os.environ["RANK"])
     job = Job.from_json((folder / JOB).read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def _measure(job: Job, steps: Path | None, exceeded: Callable[[str], None]) -> d
 
 
 def _model(device: Any) -> str:
-    """Return the name of the hardware."""
+    """Return the name of the device hardware."""
     from megatron_npu.doctor import hardware
 
     if device.is_host:
@@ -106,7 +106,10 @@ def _kind(error: BaseException) -> str:
 
 
 def short_of_memory(text: str) -> bool:
-    """Return True if a message says that host memory is exhausted (torch then raises a RuntimeError)."""
+    """Return True if a message reports that host memory is exhausted.
+
+    torch raises a RuntimeError in this case.
+    """
     return any(sign in text for sign in _SHORT)
 
 

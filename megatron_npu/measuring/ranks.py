@@ -1,4 +1,4 @@
-"""Start, monitor and end the processes of one row; their result is an ``Outcome``."""
+"""Start, monitor and end the processes of one row, and return their ``Outcome``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAIL = 4000  # characters of a rank's own output
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a row ended.
+    """Result of running a row.
 
     Attributes:
         kind: ``measured``, ``OOM``, ``NA`` or ``failed``.
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def run(job: Job, follow: Callable[[int], None]) -> Outcome:
-    """Train a row in separate processes and wait for their end; no process is left behind.
+    """Train a row in separate processes and wait until all of them have ended.
 
     Args:
         job: the row's job.
@@ -73,7 +73,10 @@ def run(job: Job, follow: Callable[[int], None]) -> Outcome:
 
 @contextlib.contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the ranks inside the block. This process serves the store that they use, so its port is free."""
+    """Run the ranks within the block.
+
+    This process serves their store, so that the port is free.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -123,7 +126,10 @@ def _start(job: Job, folder: Path, number: int, port: int) -> subprocess.Popen[b
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callable[[int], None]) -> str | None:
-    """Wait until all ranks have ended or one has failed; return why they must be stopped early, or None."""
+    """Wait until all ranks have ended or one has failed.
+
+    Return the reason for stopping them early, or None.
+    """
     reserve = max(512 << 20, psutil.virtual_memory().total // 20)
     deadline = None
     while any(process.poll() is None for process in processes):
@@ -151,7 +157,10 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
 
 
 def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
-    """Return a row's values from those of its ranks; the slowest rank determines the time of a repetition."""
+    """Return a row's values from those of its ranks.
+
+    The slowest rank determines the time of a repetition.
+    """
     laps = zip(*(result["seconds"] for result in results), strict=True)
     samples = job.global_batch_size * job.steps
     return Outcome(
@@ -165,14 +174,14 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
-    """Return how a lack of memory ended a rank that has no result; empty if that was not the cause."""
+    """Return how a lack of memory ended a rank without a result, or an empty string for other causes."""
     if code == -SIGKILL:
         return "the rank was killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
 
 
 def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int | None]) -> Outcome:
-    """Return the reason why the row has no values, preferring the most informative reason."""
+    """Return the most informative reason why a row has no values."""
     ended = [result for result in results if result and "ended" in result]
     if (said := _said(ended)) is not None:
         return said
@@ -186,7 +195,10 @@ def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int
 
 
 def _said(ended: list[dict[str, Any]]) -> Outcome | None:
-    """Return the outcome that ranks have reported: out of memory, or a rejected job; None if neither."""
+    """Return the outcome reported by ranks: out of memory, or a rejected job.
+
+    Return None for other outcomes.
+    """
     for kind, told in ((rank.OOM, OOM), (rank.REFUSED, NA)):
         reason = next((result["reason"] for result in ended if result["ended"] == kind), None)
         if reason is not None:

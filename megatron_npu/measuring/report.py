@@ -1,4 +1,4 @@
-"""Write the measurements that have been made so far as tables, Markdown and JSON."""
+"""Write the measurements made so far as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEFT_OUT = "-"
 
 @dataclass
 class Row:
-    """A scheme and its outcome, which is None if it has not been measured yet."""
+    """Scheme with its outcome, which is None before it is measured."""
 
     scheme: Scheme
     outcome: Outcome | None = None
@@ -40,7 +40,9 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of samples per second over the repetitions; 0 if there is only one."""
+        """The standard deviation of samples per second over the repetitions, or 0 with a single
+        repetition.
+        """
         assert self.outcome is not None
         values = self.outcome.throughputs
         return statistics.stdev(values) if len(values) > 1 else 0.0
@@ -66,7 +68,7 @@ class Row:
 
 @dataclass
 class Report:
-    """A table that is being measured.
+    """Table of results while it is being measured.
 
     Attributes:
         plan: what is measured, and where.
@@ -84,7 +86,7 @@ class Report:
         return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
 
     def markdown(self) -> str:
-        """Return the heading, the table, the comparison with the document, and the footnotes."""
+        """Return the heading, the table, the comparison with the document, and the footnotes in Markdown."""
         footnotes = Footnotes()
         tables = [self._table(footnotes), self._comparison(footnotes)]
         notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
@@ -92,7 +94,7 @@ class Report:
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results as JSON values."""
+        """Return all results as JSON-compatible values."""
         plan = self.plan
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -176,11 +178,11 @@ class Report:
         return self._cut([*others, last + mark, *[word] * 3])
 
     def _cut(self, cells: list[str]) -> list[str]:
-        """Omit the CPU time column if the model does not run on the CPU."""
+        """Omit the column for CPU time if the model does not run on the CPU."""
         return cells if self.plan.machine.is_host else cells[:-1]
 
     def _comparison(self, footnotes: Footnotes) -> str:
-        """Return a table with each row's ratios to the first row for which the document has values.
+        """Return a table of each row's ratios to the first row for which the document has values.
 
         Each row shows the document's ratios and the measured ratios. If their directions differ, a footnote
         states what cannot be observed on this machine.
@@ -233,7 +235,7 @@ class Report:
         return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
 
     def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
-        """Return the verdicts on peak and throughput, where the document has values."""
+        """Return verdicts on peak memory and throughput where the document has values."""
         printed, first = row.scheme.printed, base.scheme.printed
         if printed.peak is None or first.peak is None:
             return {}
@@ -268,13 +270,16 @@ def _over(one: float | None, other: float | None) -> str:
 
 
 class Footnotes:
-    """The notes under a table; equal texts share a number."""
+    """Notes under a table.
+
+    Equal texts share a number.
+    """
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def mark(self, text: str) -> str:
-        """Return the mark of a footnote; empty if there is no text."""
+        """Return the mark of a footnote, or an empty string without a text."""
         if not text:
             return ""
         if text not in self._texts:
@@ -282,12 +287,18 @@ class Footnotes:
         return f" [{self._texts.index(text) + 1}]"
 
     def text(self) -> str:
-        """Return all notes as one paragraph with one line each; in Markdown, two spaces end a line."""
+        """Return all notes as one paragraph, one note per line.
+
+        In Markdown, two spaces end a line.
+        """
         return "  \n".join(f"[{number}] {text}" for number, text in enumerate(self._texts, 1))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with aligned columns; the first row is its header."""
+    """Return a Markdown table with aligned columns.
+
+    The first row is the header.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * width for width in widths]
     return "\n".join(

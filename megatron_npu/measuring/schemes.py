@@ -1,4 +1,4 @@
-"""The document's four tables: what each row trains, and its published values.
+"""Define the document's four tables: the training of each row, and its published values.
 
 The document is "Accelerating PyTorch deep-learning training with Rapidformer". It used 4 GPUs of 32 GB, and
 reports samples per second as mean and standard deviation, and peak memory in MB.
@@ -13,7 +13,7 @@ from megatron_npu.measuring.sizes import BERT, GPT, Family
 
 @dataclass(frozen=True)
 class Printed:
-    """The document's values for a row.
+    """Values that the document gives for a row.
 
     Attributes:
         throughput: the mean number of samples per second; if None, see ``word``.
@@ -28,7 +28,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A row of a table.
+    """Row of a table.
 
     Attributes:
         cells: its first columns, as printed.
@@ -53,13 +53,13 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """The first columns of the row as one string."""
+        """The first columns of the row, joined into one string."""
         return " x ".join(self.cells)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A table of the document.
+    """Table of the document.
 
     Attributes:
         name: the value of ``--suite``.

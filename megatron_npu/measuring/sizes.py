@@ -1,4 +1,4 @@
-"""Model sizes, by name or as LAYERSxHIDDEN, and their numbers of parameters."""
+"""Define model sizes, by name or as LAYERSxHIDDEN, with their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Family:
     documented: str
 
     def size(self, text: str, seq_length: int | None = None, vocabulary: int | None = None) -> Size:
-        """Return the size for ``text``, with the given length and vocabulary.
+        """Return the size for ``text``, with the given sequence length and vocabulary size.
 
         Raises:
             Unfit: ``text`` is not a size of this family.

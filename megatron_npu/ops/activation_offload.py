@@ -37,7 +37,7 @@ class _Moved:
         return torch.empty_strided(like.shape, self.strides, dtype=like.dtype, device=device, **options)
 
     def fetch(self) -> None:
-        """Start copying the tensor back, unless that has already started."""
+        """Start copying the tensor back to the device, unless the copy has already started."""
         if self.back is not None:
             return
         _, home = _streams(self.device)
@@ -50,7 +50,7 @@ class _Moved:
         self.back = tensor, home.record_event()
 
     def take(self) -> Tensor:
-        """Return the tensor on the device, and drop the reference to it."""
+        """Return the tensor on the device, and drop the stored reference to it."""
         self.fetch()
         assert self.back is not None
         (tensor, event), self.back = self.back, None
@@ -59,7 +59,7 @@ class _Moved:
 
 
 class _Group:
-    """The tensors that one layer has saved in one forward pass.
+    """The tensors that one layer saves in one forward pass.
 
     Attributes:
         layer: the layer's index in the stack.
@@ -75,7 +75,10 @@ class _Group:
         self.moved: list[_Moved] = []
 
     def fetch(self) -> None:
-        """Start copying all tensors back, starting with the one saved last. Later calls have no effect."""
+        """Start copying all tensors back to the device, last saved tensor first.
+
+        Later calls have no effect.
+        """
         while self.moved:
             self.moved.pop().fetch()
 
@@ -84,13 +87,15 @@ _SAVING = "megatron_npu_saving"  # of a module: the context in which what its fo
 
 
 def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that offloads while a result of ``module`` is computed outside its forward."""
+    """Return a context that offloads saved tensors while a result of ``module`` is computed outside its
+    forward.
+    """
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
 
 
 class Offload:
-    """Offloads the tensors that selected modules in a stack of layers save for the backward pass.
+    """Offload the tensors that selected modules in a stack of layers save for the backward pass.
 
     Args:
         smallest: the minimum number of elements of an offloaded tensor; smaller tensors stay on the device.
@@ -121,7 +126,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
-        """Move the tensors that are saved within the block."""
+        """Offload the tensors that autograd saves within the block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -131,7 +136,7 @@ class Offload:
             yield
 
     def _group(self, name: str, layer: int) -> _Group:
-        """Return the group of this forward pass, which the first module of a layer creates."""
+        """Return the offload group of the current forward pass, created by the first module of each layer."""
         last = self.last
         if last is None or last.layer != layer or name in last.modules:
             self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)
@@ -140,7 +145,7 @@ class Offload:
 
     def _pack(self, group: _Group, weights: set[int]) -> Callable[[Tensor], Any]:
         def pack(tensor: Tensor) -> Any:
-            """Move the tensor, unless it is a weight, a mask (any boolean tensor), small, or on the host."""
+            """Offload the tensor, unless it is a weight, a boolean mask, small, or already on the host."""
             if tensor.numel() < self.smallest or tensor.dtype is torch.bool or tensor.device.type == "cpu":
                 return tensor
             if tensor.untyped_storage().data_ptr() in weights:

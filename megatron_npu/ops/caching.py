@@ -1,4 +1,4 @@
-"""Cache computed values, either on the tensor or object that they come from, or by arguments.
+"""Cache computed values on their source tensor or object, or by function arguments.
 
 Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor created
 in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such
@@ -20,7 +20,9 @@ Value = TypeVar("Value")
 
 
 def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
-    """Return ``compute()``, called again only after a write to the tensor; all layers share the value.
+    """Return ``compute()``, cached on the tensor until the tensor is written to.
+
+    All layers share the value.
 
     Args:
         tensor: the tensor that ``compute`` reads; the cached value lives as long as the tensor.
@@ -44,7 +46,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """Do the same as ``cache_on_tensor`` for a value of several tensors, cached on the object that owns them.
+    """Return a value computed from several tensors, cached on the object that owns the tensors.
 
     Args:
         owner: an object that accepts new attributes. A copy of it also has the cached value, but other
@@ -69,7 +71,7 @@ def _attribute(name: str) -> str:
 
 
 def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like ``functools.lru_cache`` for functions that create tensors used in training."""
+    """Return a decorator like ``functools.lru_cache`` for functions whose tensors are used in training."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.lru_cache(maxsize)
@@ -85,6 +87,6 @@ def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def usable_in_training() -> Iterator[None]:
-    """Within the block, create ordinary tensors without a graph, even if the caller is in inference mode."""
+    """Create ordinary tensors without autograd history within the block, even in inference mode."""
     with torch.inference_mode(False), torch.no_grad():  # the first switches gradients on
         yield

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary, which may be partitioned across the tensor-parallel ranks."""
+"""Compute cross-entropy over a vocabulary that may be partitioned across tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return ``logsumexp(logits) - logits[target]`` per token.
+    """Return ``logsumexp(logits) - logits[target]`` per token, over a partitioned vocabulary.
 
     Args:
         logits: ``[..., v]``, this rank's part of the vocabulary; fp32, bf16 or fp16. **Backward overwrites it
@@ -79,7 +79,10 @@ _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
 class _PlainCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that reads only rows with a target on a CPU; elsewhere, the host would have to wait."""
+    """Cross-entropy that skips rows without a target on a CPU.
+
+    On other devices, skipping rows would block the host.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -123,13 +126,13 @@ class _PlainCrossEntropy(torch.autograd.Function):
 
 
 def _by_kernel(operation: str, logits: Tensor) -> bool:
-    """Return True if the loss is computed by our Triton kernel, on a GPU."""
+    """Return True if our Triton kernel computes the loss on a GPU."""
     beyond = None if logits.dim() and logits.size(-1) else "the logits are empty"
     return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
 
 
 def _rows_apart(flat: Tensor) -> Tensor:
-    """Return ``[rows, v]`` with contiguous rows that do not share memory."""
+    """Return ``[rows, v]`` with contiguous rows that do not overlap in memory."""
     return flat if flat.stride(1) == 1 and not overlaps(flat) else flat.contiguous()
 
 
@@ -142,12 +145,18 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
-    """Return True if ignored rows are skipped: only on the CPU, because counting them blocks the host."""
+    """Return True if ignored rows are skipped.
+
+    This happens only on a CPU, because counting the rows blocks the host.
+    """
     return flat.device.type == "cpu" and int(ignored.sum()) > _WORTH_GATHERING * flat.size(0)
 
 
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
-    """Yield tiles of the rows of ``[rows, v]``; if few rows have a target, yield only their indices."""
+    """Yield tiles of the rows of ``[rows, v]``.
+
+    If few rows have a target, yield only the indices of these rows.
+    """
     if not _few_have_a_target(flat, ignored):
         yield from whole_row_slices(flat.size(0), flat.size(1), flat.device)
         return
@@ -165,7 +174,7 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else t
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return the ids within this rank's part, with 0 for other ranks' ids, and a mask of those ids."""
+    """Return ids relative to this rank's part (0 for other ranks' ids), and a mask of other ranks' ids."""
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -183,7 +192,7 @@ def reference(
     group: dist.ProcessGroup | None,
     label_smoothing: float,
 ) -> Tensor:
-    """Reference implementation of ``vocab_parallel_cross_entropy`` in plain torch, with autograd."""
+    """Compute ``vocab_parallel_cross_entropy`` in plain torch with autograd, as the reference."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local, elsewhere = _local_ids(target, vocab_start, z.size(-1))
     largest = z.detach().amax(-1)
@@ -199,7 +208,10 @@ def reference(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum from which every rank computes the same loss, so each summand has the gradient of the sum."""
+    """Sum over the ranks whose backward pass returns the sum's gradient for each summand.
+
+    Every rank computes the same loss from the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -305,7 +317,7 @@ class CrossEntropy(torch.autograd.Function):
 def reduce_over_ranks(
     normalizer: Tensor, predicted: Tensor, group: dist.ProcessGroup | None, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """Combine the ranks' parts of the vocabulary with two collectives over ``[tokens]``.
+    """Combine the ranks' partial results over the vocabulary with two collectives over ``[tokens]``.
 
     Args:
         normalizer: log-sum-exp of this rank's part.

@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention, whose decaying state is corrected for each key.
+"""Compute the gated delta rule of linear attention, whose decaying state is corrected for each key.
 
 It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
 sequence.
@@ -54,7 +54,7 @@ def gated_delta_rule(
 def _by_steps(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """Compute the recurrence as given in its definition, step by step."""
+    """Compute the gated delta rule step by step, as in its definition."""
     kind = torch.promote_types(q.dtype, torch.float32)
     queries, keys, values, decay, share = (part.to(kind) for part in (q, k, v, log_decay.exp(), beta))
     state = values.new_zeros(q.size(0), q.size(2), q.size(3), v.size(3))
@@ -74,7 +74,7 @@ _rule = Operation("gated_delta_rule", _by_steps)
 def _by_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """Compute the rule chunk by chunk.
+    """Compute the gated delta rule in chunks of the sequence.
 
     Within a chunk the corrections u solve ``(1 + A) u = beta (v - decay k S)``, A strictly lower.
 
@@ -105,7 +105,9 @@ def _by_chunks(
 
 
 def _inverse_of_unit_lower(lower: Tensor) -> Tensor:
-    """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``, where n is a power of two and ``lower`` strictly lower.
+    """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``.
+
+    n is a power of two, and ``lower`` is strictly lower triangular.
 
     ``lower`` is a strictly lower triangular matrix. Both halves of the diagonal are inverted at once, then
     the corner between them: instead of n - 1 substitutions this takes log₂ n pairs of matmuls, and no power

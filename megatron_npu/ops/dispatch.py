@@ -1,4 +1,7 @@
-"""Select the implementation of an operation, which has one contract, one reference, and one per device."""
+"""Select the implementation of an operation.
+
+Each operation has one contract, one reference, and one implementation per device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """The plan for a call that the implementation of the device does not support."""
+    """The plan for a call that the device's implementation does not support."""
 
     reason: str
 
@@ -39,7 +42,7 @@ Plan = Callable[..., Any | Unsupported]
 
 
 class Registered(NamedTuple):
-    """The implementation of an operation for a device.
+    """The implementation of an operation for one device.
 
     Attributes:
         function: the implementation.
@@ -63,7 +66,7 @@ OPERATIONS: list[Operation] = []
 
 
 class Operation:
-    """An operation, with its name, its plain-torch reference and its implementations for the devices.
+    """An operation: its name, its plain-torch reference and its implementations for devices.
 
     A call runs the implementation for this process's device, which is bound at the first call. If that
     implementation does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``),
@@ -129,7 +132,7 @@ class Operation:
         return register
 
     def example(self, case: str = "") -> Callable[[Example], Example]:
-        """Register the decorated function as a small example call that ``megatron-npu doctor`` verifies.
+        """Register the decorated function as a small example call, which ``megatron-npu doctor`` verifies.
 
         The function receives a helper that creates a random leaf tensor of a given shape, and returns the
         tensor to differentiate, or None. ``case`` names one of several examples for an operation.
@@ -142,7 +145,7 @@ class Operation:
         return register
 
     def bind(self, device: str) -> None:
-        """Start using the implementation of ``device``.
+        """Start to use the implementation of ``device``.
 
         If a device has no implementation, the reference is used, which is logged as a fallback.
 
@@ -163,7 +166,7 @@ class Operation:
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
-        """Make the next call select the implementation again."""
+        """Select the implementation again at the next call."""
         self._bound = self._bind_and_call
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +201,7 @@ class Operation:
 
 
 def all_operations() -> list[Operation]:
-    """Import every module of ``ops`` and return the operations that they define."""
+    """Import every module of ``ops``, and return all operations."""
     package = importlib.import_module("megatron_npu.ops")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if ".triton.kernels." not in module.name:  # they need triton, and no operation is there
@@ -211,7 +214,7 @@ fallbacks: dict[tuple[str, str], int] = {}
 
 
 def report_fallback(operation: str, reason: str, does: str = "falls back", remedy: str = "") -> None:
-    """Count a fallback, and log the reason for it the first time.
+    """Count a fallback to the reference, and log the reason the first time.
 
     Args:
         operation: the operation, or the requested option.
@@ -232,7 +235,9 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
 
 def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
-    """Return True if one of our Triton kernels, rather than torch's kernels, computes a call on a GPU.
+    """Return True if one of our Triton kernels computes a call on a GPU.
+
+    Otherwise torch's kernels compute it.
 
     Both meet the operation's contract, so using torch is not a fallback that strict mode forbids. The reason
     for torch is logged once and counted in the ledger, except with ``MEGATRON_NPU_TRITON=0``, or while
@@ -252,12 +257,12 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return the reason why none of our Triton kernels run on a GPU, or None if they do run."""
+    """Return the reason why none of our Triton kernels runs on a GPU, or None if they run."""
     return triton.not_to_be_expected()
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count that a slower implementation computes a call, and log the reason once.
+    """Count the use of a slower implementation, and log the reason once.
 
     Strict mode allows this.
     """
@@ -268,5 +273,8 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return the reason why ``kernel`` does not support ``dtype``, or None; used in ``supports``."""
+    """Return the reason why ``kernel`` does not support ``dtype``, or None.
+
+    Operations call this in ``supports``.
+    """
     return None if dtype in KERNEL_DTYPES else f"{kernel} does not support {dtype}"

@@ -1,4 +1,4 @@
-"""Dropout, either alone or fused with the bias and residual of a transformer layer."""
+"""Apply dropout, either alone or fused with the bias and residual of a transformer layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return ``x`` with values dropped; the arguments and errors are those of ``bias_dropout_add``.
+    """Return ``x`` with dropout applied.
+
+    The arguments and errors are those of ``bias_dropout_add``.
 
     Returns:
         A tensor like ``x``, or ``x`` itself if nothing is dropped.
@@ -60,7 +62,9 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
-    """Compute ``dropout`` on a CPU under torch.compile: one node draws the mask, and the rest can be fused.
+    """Compute ``dropout`` on a CPU under torch.compile.
+
+    Only drawing the mask is a separate node, so that the rest can be fused.
 
     The dropped values are those of ``dropout``. inductor's own code for torch's dropout draws one value at a
     time without vector instructions (torch 2.13): 16 ns per value on a Zen 5, compared with 2 ns for this
@@ -85,7 +89,7 @@ def keep_mask_bits(
     keep: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return a random mask on the CPU, which is 1 with probability ``keep / KEEP_LEVELS`` and 0 otherwise.
+    """Return a random CPU mask that is 1 with probability ``keep / KEEP_LEVELS`` and 0 otherwise.
 
     Each 64-bit draw gives four decisions, which is four times as fast as torch's ``bernoulli_``.
 
@@ -102,18 +106,27 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Do the same as ``keep_mask_bits``, but with random bits already drawn: one int64 for four values."""
+    """Return the mask of ``keep_mask_bits`` from random bits that are already drawn.
+
+    One int64 provides the bits of four values.
+    """
     decisions = bits.view(torch.int16)[: torch.Size(shape).numel()].view(shape)
     return torch.le(decisions, most_of_kept(keep), out=decisions if out is None else out)
 
 
 def most_of_kept(keep: int) -> int:
-    """Return the threshold: a value is kept if its 16 random bits, read as an int16, do not exceed it."""
+    """Return the dropout threshold.
+
+    A value is kept if its 16 random bits, read as an int16, do not exceed it.
+    """
     return keep - KEEP_LEVELS // 2 - 1  # the first beyond would not fit int16 where everything is kept
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return True if the operation is useful even with p = 0: on a GPU, one kernel adds bias and residual."""
+    """Return True if the fused operation is useful even with p = 0.
+
+    On a GPU, one kernel adds bias and residual.
+    """
     return x.is_cuda
 
 
@@ -122,7 +135,10 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Compute the operation in separate steps; torch's dropout saves a byte per value, torch_npu's a bit."""
+    """Compute bias, dropout and residual in separate steps.
+
+    torch's dropout saves a byte per value, torch_npu's a bit.
+    """
     value = x if bias is None else x + bias
     return residual + (F.dropout(value, p) if p else value)
 
@@ -160,7 +176,7 @@ def _dropout_cpu(x: Tensor, p: float) -> Tensor:
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Do the same as ``_CpuBiasDropoutAdd``, but without bias and residual."""
+    """Dropout on a CPU without bias and residual; see ``_CpuBiasDropoutAdd``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
@@ -213,7 +229,10 @@ def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 @_bias_dropout_add.on("cpu", note="tiles, 16 random bits per value²")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Round 1 - p to a multiple of 2^-16, and scale by exactly that, so that the result is unbiased."""
+    """Compute the operation on a CPU, with 1 - p rounded to a multiple of 2^-16.
+
+    The scale uses the rounded value, so that the result is unbiased.
+    """
     keep = round((1.0 - p) * KEEP_LEVELS)
     plain_bias = bias is None or bias.shape == x.shape[-1:]
     if not 0 < keep < KEEP_LEVELS or not plain_bias or residual.shape != x.shape:
@@ -222,7 +241,7 @@ def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 
 class _CpuBiasDropoutAdd(torch.autograd.Function):
-    """Compute bias, dropout and addition in tiles that stay in cache, with a mask from ``keep_mask_bits``.
+    """Compute bias, dropout and addition in cache-sized tiles, with a mask from ``keep_mask_bits``.
 
     Otherwise, Megatron spends most of the time of this step in torch's ``bernoulli_``, which draws 64 bits or
     more for each value, one value at a time.
@@ -272,7 +291,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the number of rows in a tile: a multiple of 4, so that no draw is shared by two tiles.
+    """Return the number of rows in a tile, a multiple of 4, so that tiles do not share random draws.
 
     The mask therefore does not depend on the tile size, which grows with the number of threads.
     """

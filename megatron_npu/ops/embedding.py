@@ -1,4 +1,4 @@
-"""Word embedding whose table may be partitioned by vocabulary over the tensor-parallel ranks."""
+"""Compute word embeddings whose table may be partitioned by vocabulary over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def vocab_parallel_embedding(
     split: bool = True,
     keep_rows: KeepRows | None = None,
 ) -> Tensor:
-    """Return this rank's part of the embedding, with zeros for tokens in other ranks' parts.
+    """Return this rank's part of the embedding.
+
+    Tokens in other ranks' parts get zeros.
 
     Args:
         ids: ``[...]``, token ids of the whole vocabulary.
@@ -46,7 +48,10 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return row numbers in this rank's part, and a mask of the ids outside it (None if there are none)."""
+    """Return row numbers in this rank's part of the table, and a mask of the ids outside it.
+
+    The mask is None if there are no such ids.
+    """
     if not split:
         return ids, None
     elsewhere = (ids < start) | (ids >= end)
@@ -98,7 +103,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
-    """Return ``[table_rows, h]`` from ``[..., h]``; only the rows that occur are summed in fp32."""
+    """Sum gradients ``[..., h]`` by table row into ``[table_rows, h]``.
+
+    Only rows that occur are summed in fp32.
+    """
     present, position = rows.reshape(-1).unique(return_inverse=True)
     width = grad.size(-1)
     sums = torch.zeros((present.numel(), width), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A faster exponential function for large tensors."""
+"""Compute exponentials of large tensors faster than torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def exponential_of_difference_(tensor: Tensor, subtrahend: Tensor) -> Tensor:
-    """Replace the values with ``exp(tensor - subtrahend)`` and return the tensor.
+    """Replace ``tensor`` with ``exp(tensor - subtrahend)`` in place, and return it.
 
     On a cpu, this uses our compiled kernel or powers of two, because torch's ``exp`` uses MKL there, which
     takes three times as long on non-Intel processors (an EPYC, torch 2.13). With powers of two, the

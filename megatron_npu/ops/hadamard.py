@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform, which spreads outlier channels over all channels."""
+"""Compute the Walsh-Hadamard transform, which spreads outlier channels over all channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last dimension, with statistics in fp32."""
+"""Compute layer norm and RMS norm over the last dimension, with statistics in fp32."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def norm_of_residual(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return the norm at the start of a Megatron layer: layer norm, or RMS norm without a bias.
+    """Return the norm at the start of a Megatron layer: layer norm with a bias, RMS norm without one.
 
     For an fp32 residual (``--fp32-residual-connection``) the result has the weight's 16-bit dtype, which the
     next matmul expects. The arguments are those of ``layer_norm``.
@@ -89,7 +89,7 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Do the same as ``layer_norm``, but always return the weight's dtype, like apex's mixed kernels."""
+    """Compute ``layer_norm`` with a result in the weight's dtype, as apex's mixed-precision kernels do."""
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
@@ -199,7 +199,9 @@ def _rms_norm_npu(input: Tensor, weight: Tensor, eps: float, zero_centered: bool
 
 
 class _CpuNorm(torch.autograd.Function):
-    """Compute either norm on a CPU. If ``bias`` is None, it is an RMS norm, which torch has no kernel for.
+    """Compute layer norm or RMS norm on a CPU.
+
+    If ``bias`` is None, it is an RMS norm, for which torch has no kernel.
 
     torch's layer norm kernel rounds statistics to 16 bits and sums 16-bit weight gradients in 16 bits: over
     4,096 rows of bf16 they are 10 % off. Its fp32 kernel therefore processes fp32 copies of pieces.
@@ -247,7 +249,10 @@ class _CpuNorm(torch.autograd.Function):
 def _norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, factor and bias, from torch's layer-norm kernel, all in one dtype."""
+    """Return the gradients of input, factor and bias from torch's layer-norm kernel.
+
+    All tensors have the same dtype.
+    """
     sums = not torch.are_deterministic_algorithms_enabled()  # torch's depend on the number of threads
     dx, d_factor, d_bias = torch.ops.aten.native_layer_norm_backward(
         grad, input, factor.shape, mean, rstd, factor, factor, [True, sums, sums]
@@ -260,7 +265,7 @@ def _norm_backward(
 
 
 def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of ``[n, h]`` and 1 / rms, ``[n, 1]``."""
+    """Return the RMS norm of ``[n, h]``, and the inverse of the root mean square, ``[n, 1]``."""
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     rstd = torch.empty((x.size(0), 1), dtype=factor.dtype, device=x.device)
     for rows in row_slices(*x.shape):
@@ -271,7 +276,7 @@ def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 class _FromOutput(torch.autograd.Function):
-    """Compute either norm on any device, saving the output for backward in place of the input.
+    """Compute layer norm or RMS norm, saving the output instead of the input for the backward pass.
 
     The normalized input is ``(output - bias) / factor``. If ``bias`` is None, it is an RMS norm.
     """

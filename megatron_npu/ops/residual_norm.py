@@ -1,4 +1,4 @@
-"""Fused layer norm and RMS norm of a sum, which return both the residual sum and its norm."""
+"""Fuse layer norm or RMS norm with a residual addition, and return both the sum and its norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_layer_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of ``residual + dropout(x + shift)``, as ``norm.layer_norm`` does, and that sum.
+    """Return the layer norm of ``residual + dropout(x + shift)``, and that sum; see ``norm.layer_norm``.
 
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
@@ -64,17 +64,25 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of the sum, and the sum; the arguments are those of ``add_layer_norm``."""
+    """Return the RMS norm of a residual sum, and the sum.
+
+    The arguments are those of ``add_layer_norm``.
+    """
     return _add_rms_norm(x, residual, weight, eps, zero_centered_gamma, keep, shift, p)
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Store ``result``, which the norm ``reader`` would compute from ``total``, for that norm to fetch."""
+    """Store the result that the norm ``reader`` would compute from ``total``, so that the norm can
+    fetch it.
+    """
     setattr(total, _RESULT, (reader, result))
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return the stored result of the norm ``reader`` for ``input``, only once, because it holds memory."""
+    """Return and remove the result stored for the norm ``reader`` and ``input``.
+
+    It is returned only once to free its memory.
+    """
     found = getattr(input, _RESULT, None)
     if found is None:
         return None
@@ -129,7 +137,9 @@ _add_rms_norm.on("cpu", note="a sum and `rms_norm`")(_rms_norm_reference)
 
 
 def beyond_kernel(x: Tensor, residual: Tensor, weight: Tensor, shift: Tensor | None) -> str | None:
-    """Return why our Triton kernel for the residual sum and norm does not support these tensors, or None."""
+    """Return the reason why our Triton kernel for residual sum and norm does not support the tensors, or
+    None.
+    """
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         return (
             f"the residual {residual.dtype} {tuple(residual.shape)} does not match the other summand, "
@@ -202,7 +212,9 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Compute ``npu_add_layer_norm``, saving only the sum; its own backward takes both summands.
+    """Compute ``npu_add_layer_norm``, saving only the sum.
+
+    The kernel's own backward pass requires both summands.
 
     The sum, and a zero that all layers share, are passed to backward instead. This requires no more memory
     than a separate sum and norm, and the gradient of the sum is added in the same call.
@@ -244,7 +256,10 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Compute ``npu_add_rms_norm``, using the gradient of ``npu_rms_norm``, since torch_npu has none."""
+    """Compute ``npu_add_rms_norm`` with the gradient of ``npu_rms_norm``.
+
+    torch_npu has no gradient for the fused kernel.
+    """
 
     @staticmethod
     def forward(
@@ -278,7 +293,7 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _handed_on(ctx: Any, *grads: Tensor) -> list[Tensor | None]:
-    """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
+    """Return the gradients in their parameters' dtypes, with None for gradients that ``keep`` accepts.
 
     ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
     are moved.

@@ -40,7 +40,7 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Do the same as ``rotary``, but with existing tables, which Transformers passes to its layers.
+    """Apply ``rotary`` with precomputed tables, which Transformers passes to its layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
@@ -52,7 +52,7 @@ def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: b
 
 
 def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the fp32 cosines and sines of ``angles``, times ``scale``.
+    """Return the cosines and sines of ``angles`` in fp32, multiplied by ``scale``.
 
     They are cached with the angles: Megatron passes the same angles to every layer in every step.
     """
@@ -80,7 +80,10 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation that saves only the tables; backward rotates the gradient by the negative angles."""
+    """Rotary embedding that saves only the tables.
+
+    The backward pass rotates the gradient by the negative angles.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -103,7 +106,7 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth: bool) -> Tensor:
-    """Rotate the pairs, or rotate back, for which each element uses its partner's sine."""
+    """Rotate the pairs, or rotate them back, by combining each element with the sine of its partner."""
     size = cosine.size(-1)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     whole = input.device.type != "cpu" or cosine.size(0) != input.size(0)
@@ -145,7 +148,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
 
 
 def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> str | None:
-    """Return the documented limit of ``npu_rotary_mul`` (torch_npu 2.13) that the call exceeds, or None."""
+    """Return the documented limit of ``npu_rotary_mul`` (torch_npu 2.13) that the tensors exceed, or None."""
     if input.dim() != 4 or cosine.dim() != 4:
         return f"npu_rotary_mul supports only 4 dimensions, but got {input.dim()} and {cosine.dim()}"
     sequence_first = cosine.shape[:3] == (input.size(0), 1, 1)
@@ -160,7 +163,9 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
-    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None."""
+    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None if they
+    are.
+    """
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
         return (
             "npu_rotary_mul supports only tables of shape [s, 1, 1, d] or [b, s, 1, d], but got "
@@ -196,7 +201,10 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
 
 
 def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a table in the input's dtype, which is cached with the table, because every layer uses both."""
+    """Return a table in the input's dtype.
+
+    The result is cached with the table, because every layer uses it.
+    """
     return cache_on_tensor(table, "rotary_table", lambda: table.to(dtype), dtype)
 
 

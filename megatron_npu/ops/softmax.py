@@ -1,4 +1,4 @@
-"""Scale, mask and softmax of attention scores: Megatron's FusedScaleMaskSoftmax without its CUDA kernels."""
+"""Compute scale, mask and softmax of attention scores: Megatron's FusedScaleMaskSoftmax in plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked 
 
 
 def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
-    """Return ``softmax(scores * scale)`` with masked scores set to -10000, as in upstream.
+    """Return ``softmax(scores * scale)``.
+
+    Masked scores are set to -10000, as in upstream.
 
     Args:
         scores: ``[b, n, sq, sk]``, fp32, bf16 or fp16.
@@ -34,7 +36,7 @@ def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None,
 
 @lru_cache_tensors(maxsize=4)  # the same shape comes back at every layer of every step
 def future_keys(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return ``[1, 1, queries, keys]``, True where the key comes after the query."""
+    """Return ``[1, 1, queries, keys]``, which is True where the key is later than the query."""
     return torch.ones((1, 1, queries, keys), dtype=torch.bool, device=device).triu_(1)
 
 
@@ -57,7 +59,10 @@ _scale_mask_softmax = Operation("scale_mask_softmax", _reference, group="softmax
 
 
 class _ScaleMaskSoftmax(torch.autograd.Function):
-    """A softmax that saves probabilities only in the scores' dtype; autograd would also save them in fp32."""
+    """Softmax that saves only probabilities in the scores' dtype.
+
+    Autograd would also save them in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -90,7 +95,9 @@ def _future_shift(scores: Tensor) -> Tensor:
 
 @lru_cache_tensors(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``[1, 1, queries, keys]``, which is -inf where the key comes after the query and 0 elsewhere."""
+    """Return ``[1, 1, queries, keys]``, which is -inf where the key is later than the query and 0
+    elsewhere.
+    """
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)
 
 
@@ -98,7 +105,9 @@ _scale_mask_softmax.on("cpu", "cuda", note="in place; only the result is kept")(
 
 
 def _beyond_npu(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> str | None:
-    """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the call exceeds, or None."""
+    """Return the limit of ``npu_scaled_masked_softmax`` (torch_npu 2.13) that the arguments exceed, or
+    None.
+    """
     if scores.dim() != 4:
         return f"npu_scaled_masked_softmax supports only 4 dimensions, but got {scores.dim()}"
     for name, size in (("queries", scores.size(2)), ("keys", scores.size(3))):

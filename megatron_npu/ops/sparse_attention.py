@@ -1,4 +1,6 @@
-"""DeepSeek's sparse attention over latents, in which each query reads the keys that an indexer selects.
+"""Compute DeepSeek's sparse attention over latents.
+
+Each query attends to the keys that an indexer selects.
 
 Source: the DeepSeek-V3.2-Exp report, section 2.1, in the absorbed form of megatron-core 0.19
 (``transformer/experimental_attention_variant/dsa.py``): one key for all heads; its first channels are also
@@ -16,7 +18,7 @@ from megatron_npu.ops.dispatch import Make, Operation
 def sparse_latent_attention(
     query: Tensor, key: Tensor, indices: Tensor, scale: float, value_channels: int
 ) -> Tensor:
-    """Return causal softmax(scale · q·k̃ᵀ)·ṽ over the selected keys k̃; softmax in fp32.
+    """Return causal softmax(scale · q·k̃ᵀ)·ṽ over the selected keys k̃, with the softmax in fp32.
 
     Args:
         query: ``[s, b, n, c + r]``.
@@ -67,7 +69,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def beyond_npu(query: Tensor, key: Tensor, indices: Tensor, scale: float, value_channels: int) -> str | None:
-    """Return the documented limit of ``npu_sparse_flash_attention`` that the call exceeds, or None."""
+    """Return the documented limit of ``npu_sparse_flash_attention`` that the arguments exceed, or None."""
     kernel = "npu_sparse_flash_attention"
     if query.dtype not in _DTYPES:
         return f"{kernel} supports only bf16 and fp16, but the query is {query.dtype}"

@@ -1,4 +1,4 @@
-"""State-space layers of Mamba-2: the selective scan, and the short causal convolution before it.
+"""Compute Mamba-2 state-space layers: the selective scan, and the short causal convolution before it.
 
 It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
 sequence.
@@ -68,7 +68,9 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def sums_between(logs: Tensor) -> Tensor:
-    """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``; -inf if s is later.
+    """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``.
+
+    They are -inf if s is later than l.
 
     Each sum is computed separately: differences of cumulative sums would lose precision.
     """
@@ -79,7 +81,7 @@ def sums_between(logs: Tensor) -> Tensor:
 
 
 def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """Compute the recurrence as given in its definition, step by step."""
+    """Compute the selective scan step by step, as in its definition."""
     values, dt = x.to(torch.promote_types(x.dtype, torch.float32)), dt.to(decay.dtype)
     heads = x.size(2) // b.size(2)
     b, c = (part.to(values.dtype).repeat_interleave(heads, dim=2) for part in (b, c))
@@ -97,7 +99,7 @@ _scan = Operation("selective_scan", _by_steps)
 
 @_scan.on("cpu", "cuda", "npu", note="matmuls within chunks, one step per chunk")
 def _by_chunks(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """Compute the scan chunk by chunk.
+    """Compute the selective scan in chunks of the sequence.
 
     The letters in the products mean: b batch, z chunk, g group, h head of a group, l and s steps of a chunk.
     """

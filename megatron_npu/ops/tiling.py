@@ -1,4 +1,4 @@
-"""Row tiles that fit in a core's cache, for chains of element-wise operations on a CPU."""
+"""Choose row tiles that fit in a core's cache, for chains of element-wise operations on a CPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def rows_per_tile(width: int) -> int:
 
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices that cover ``rows`` rows of ``width`` values, one tile each."""
+    """Yield slices of one tile each that cover ``rows`` rows of ``width`` values."""
     return _slices(rows, rows_per_tile(width))
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Do the same as ``row_slices``, for reductions of long rows: all threads get equally many rows."""
+    """Yield slices as ``row_slices`` does, but for reductions of long rows.
+
+    All threads get the same number of rows.
+    """
     row_bytes = 4 * max(width, 1)
     if device.type != "cpu":
         return _slices(rows, max(1, _TIMES_OFF_CPU * _WHOLE_ROWS_BYTES // row_bytes))
@@ -39,7 +42,10 @@ def _slices(rows: int, step: int) -> Iterator[slice]:
 
 
 def scratch_buffers(count: int, like: Tensor, dtype: torch.dtype, step: int) -> list[Tensor]:
-    """Return ``count`` buffers for one tile of ``like``, which has ``step`` rows."""
+    """Return ``count`` buffers for one tile of ``like``.
+
+    A tile has ``step`` rows.
+    """
     width = like.size(-1)
     rows = min(step, max(1, like.numel() // max(width, 1)))
     return [torch.empty((rows, width), dtype=dtype, device=like.device) for _ in range(count)]

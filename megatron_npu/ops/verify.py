@@ -1,4 +1,4 @@
-"""Verify mode: run the reference alongside the device's implementation, forward and backward, per layer.
+"""Implement verify mode, which compares each operation with its reference, forward and backward, per layer.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
 the largest difference divided by the largest value of the reference, which is computed in fp32. Errors that
@@ -40,7 +40,7 @@ Implementation = Callable[..., Any]
 
 @dataclass
 class Finding:
-    """The accumulated results of comparing one result of an operation in one layer."""
+    """Accumulated comparison results for one output of an operation in one layer."""
 
     largest: float = 0.0
     calls: int = 0
@@ -54,7 +54,7 @@ random_calls: dict[str, int] = {}
 
 
 def watches(name: str, group: str) -> bool:
-    """Return True if the operation is to be verified."""
+    """Return True if an operation is selected for verification."""
     return not settings.verified_operations().isdisjoint({name, group, "all"})
 
 
@@ -65,7 +65,9 @@ def with_reference(
     draws: Callable[..., bool] | None = None,
     rounds_within: bool = False,
 ) -> Implementation:
-    """Return ``function`` with ``reference`` run and compared after each call; the results do not change.
+    """Return ``function``, changed to run ``reference`` after each call and compare.
+
+    The results do not change.
 
     A function that returns None works in place, and the tensors passed to it are compared. Calls that draw
     random numbers, according to ``draws``, are only counted. With ``rounds_within``, outputs are no more
@@ -89,7 +91,9 @@ def with_reference(
 
 
 class _Call:
-    """One call: its arguments with a hook on each gradient, and an fp32 copy of them for the reference."""
+    """A call under verification: its arguments, a hook on each gradient, and fp32 copies for the
+    reference.
+    """
 
     def __init__(
         self, name: str, reference: Implementation, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,7 +115,10 @@ class _Call:
         self.reference_kwargs = {key: _exchange(value, copies) for key, value in kwargs.items()}
 
     def _take(self, value: Any, label: str) -> Any:
-        """Record and copy the float tensors of an argument; return it with views that accept hooks."""
+        """Record and copy the float tensors of an argument.
+
+        Return the argument with views that accept hooks.
+        """
         if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
             return _like(value, [self._take(v, f"{label}[{i}]") for i, v in enumerate(value)])
         if not _is_float(value):
@@ -202,19 +209,20 @@ def _is_float(value: Any) -> bool:
 
 
 def _exchange(value: Any, copies: Any) -> Any:
-    """Replace the float tensors of an argument with the copies, in the order of ``_Call._take``."""
+    """Replace the float tensors of an argument with copies, in the same order as ``_Call._take``."""
     if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
         return _like(value, [_exchange(v, copies) for v in value])
     return next(copies) if _is_float(value) else value
 
 
 def _like(sequence: Any, items: list[Any]) -> Any:
-    """Return ``items`` as a list, tuple or named tuple, whichever ``sequence`` is."""
+    """Return ``items`` as the same type as ``sequence``: a list, a tuple or a named tuple."""
     return sequence._make(items) if hasattr(sequence, "_make") else type(sequence)(items)
 
 
 def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if larger.
+    """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if it is
+    larger.
 
     The result is inf where only one of the two values is nan.
     """
@@ -231,7 +239,7 @@ def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
 
 
 def summary() -> str:
-    """Return one line for each operation: its largest error and the layer where it occurred."""
+    """Return one line per operation, with the largest error and the layer in which it occurred."""
     lines = []
     for name in sorted({key[0] for key in findings}):
         rows = {key: found for key, found in findings.items() if key[0] == name}
@@ -255,7 +263,10 @@ def _at_exit() -> None:
 
 
 class _Stack(threading.local):
-    """The modules whose forward is running, outermost first; each backward thread has its own list."""
+    """Stack of modules whose forward is running, outermost first.
+
+    Each backward thread has its own stack.
+    """
 
     def __init__(self) -> None:
         self.modules: list[torch.nn.Module] = []
@@ -287,14 +298,14 @@ def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
 
 
 class _BadOutput:
-    """The first module whose output was not finite since ``forget_bad_output``, if any."""
+    """The first module whose output was not finite since the last call of ``forget_bad_output``, if any."""
 
     def __init__(self) -> None:
         self.where: str | None = None
         self._told = False
 
     def note(self, module: torch.nn.Module) -> None:
-        """Record a module, and log the first one of the process."""
+        """Record a module whose output is not finite, and log the first one of the process."""
         path = _WRAPPERS.sub("", _names.get(module, "")) or "the model"
         self.where = f"{path} ({type(module).__name__})"
         if not self._told:
@@ -308,12 +319,12 @@ _WRAPPERS = re.compile(r"^(module(\.|$))+")  # what Megatron wraps a model in: p
 
 
 def first_bad_output() -> str | None:
-    """Return the path and class of the first module recorded since ``forget_bad_output``, or None."""
+    """Return the path and class of the first module with a non-finite output, or None."""
     return _bad_output.where
 
 
 def forget_bad_output() -> None:
-    """Forget the recorded module at the start of a step."""
+    """Forget the recorded module at the start of each step."""
     _bad_output.where = None
 
 
@@ -325,7 +336,7 @@ def _is_finite(value: Any) -> bool:
 
 @functools.cache
 def follow_modules() -> None:
-    """Track running modules for ``current_layer`` with hooks on every module; called only in verify mode."""
+    """Track running modules for ``current_layer`` with hooks on every module, only in verify mode."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
     torch.nn.modules.module.register_module_forward_hook(_leave, always_call=True)
 

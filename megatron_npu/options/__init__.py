@@ -1,1 +1,1 @@
-"""Flags that are shared by several commands, with one file per feature."""
+"""Define flags that several commands share, with one file per feature."""

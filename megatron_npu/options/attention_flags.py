@@ -1,4 +1,4 @@
-"""Attention flags that this package adds to those of Megatron, and their values.
+"""Define the attention flags that this package adds to Megatron, and the class that stores their values.
 
 A flag is declared once, as a field of ``AttentionFlags``, and then exists in every command and script. The
 object is passed from the command line through the layers to each call of ``ops.attention``, where a device's
@@ -15,7 +15,7 @@ from megatron_npu.base.arg_parser import whole
 
 
 def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
-    """Return a dataclass field that is also declared on the command line.
+    """Return a dataclass field that also declares a command-line flag.
 
     Args:
         spellings: the flag's spellings, the first of which is used in error messages.
@@ -27,7 +27,7 @@ def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """The values of the attention flags. ``AttentionFlags()`` has the defaults.
+    """Values of the attention flags. ``AttentionFlags()`` has the defaults.
 
     Attributes:
         pre_tokens: query i attends to key j only if j >= i - pre_tokens. None means no limit.
@@ -60,7 +60,10 @@ class AttentionFlags:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The numbers of keys before and after its own position that a query attends to; None means all."""
+        """The window of a query: the number of keys before and after its position.
+
+        None means no limit.
+        """
         return self.pre_tokens, self.next_tokens
 
     def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
@@ -78,12 +81,15 @@ class AttentionFlags:
 
     @classmethod
     def spellings(cls) -> tuple[str, ...]:
-        """Return each flag's primary spelling on the command line."""
+        """Return the primary command-line name of each flag."""
         return tuple(each.metadata["spellings"][0] for each in fields(cls))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values in a namespace; flags that are missing there keep their defaults."""
+        """Return the values from a namespace.
+
+        A flag that is missing in the namespace keeps its default.
+        """
         return cls(**{name: getattr(args, name) for name in cls.names() if hasattr(args, name)})
 
 
@@ -91,7 +97,7 @@ DEFAULTS = AttentionFlags()
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to a parser in a separate group."""
+    """Add the attention flags to a parser in a separate group."""
     group = parser.add_argument_group(title="fused attention")
     for each in fields(AttentionFlags):
         spellings, options = each.metadata["spellings"], each.metadata["options"]

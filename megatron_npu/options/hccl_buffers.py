@@ -1,4 +1,4 @@
-"""Support for ``--hccl-group-buffer-adaptive``: fit HCCL's buffers to the largest message of each group.
+"""Implement ``--hccl-group-buffer-adaptive``, which sizes HCCL's buffers by each group's largest message.
 
 HCCL allocates two buffers per communicator, 200 MiB each by default. According to its documentation
 (HCCL_BUFFSIZE), each should be as large as the data of a call; a larger message only takes more time. The
@@ -26,7 +26,9 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The buffer sizes of a run, which are as large as the messages of each group.
+    """The HCCL buffer sizes of a run.
+
+    Each group's buffer is as large as its largest message.
 
     They are stored in the process's device.
 
@@ -39,7 +41,8 @@ class GroupBuffers:
     fitted: dict[str, int] = field(default_factory=dict)
 
     def largest_messages(self) -> dict[str, int]:
-        """The largest message of each group, from the arguments' present values; see ``MessageSizes``.
+        """The size of each group's largest message, computed from the current arguments; see
+        ``MessageSizes``.
 
         Megatron sets some of them, such as the size of the vocabulary, after it has validated the others.
         """
@@ -47,7 +50,7 @@ class GroupBuffers:
 
 
 def add(declare: Callable[..., Any]) -> None:
-    """Add the flag, under MindSpeed's name, to a parser.
+    """Add ``--hccl-group-buffer-adaptive``, which has MindSpeed's name, to a parser.
 
     Args:
         declare: ``add_argument`` of a parser or group.
@@ -64,7 +67,7 @@ def add(declare: Callable[..., Any]) -> None:
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Store the run's arguments, from which the sizes of groups are computed later.
+    """Store the run's arguments, from which the buffer sizes of process groups are computed later.
 
     Raises:
         UsageError: the flag is given, but the device is not an NPU.
@@ -79,19 +82,19 @@ def choose(args: argparse.Namespace) -> None:
 
 
 def of_run() -> GroupBuffers | None:
-    """Return the object that ``choose`` has stored, or None if the run does not use the flag."""
+    """Return the buffer sizes that ``choose`` has stored, or None if the run does not use the flag."""
     noted = devices.current().group_buffers
     assert noted is None or isinstance(noted, GroupBuffers)
     return noted
 
 
 def asked() -> bool:
-    """Return True if this run uses the flag."""
+    """Return True if this run uses ``--hccl-group-buffer-adaptive``."""
     return of_run() is not None
 
 
 def default() -> int:
-    """Return the default size of one buffer in MiB."""
+    """Return the default size of one HCCL buffer in MiB."""
     return digits.number(os.environ.get("HCCL_BUFFSIZE", "")) or DEFAULT
 
 

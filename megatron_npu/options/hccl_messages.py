@@ -1,4 +1,4 @@
-"""The largest message of each process group, computed from the sizes of a model and its layout."""
+"""Compute the largest message of each process group from the sizes of a model and its layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class MessageSizes:
 
     @classmethod
     def of(cls, args: Namespace) -> MessageSizes:
-        """Return the sizes in the validated arguments of Megatron or of the built-in trainer."""
+        """Create the sizes from the validated arguments of Megatron or of the built-in trainer."""
         return cls(
             **{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)}
         )
@@ -112,7 +112,9 @@ class MessageSizes:
         return max(self.micro_batch_size, self.eval_micro_batch_size or 0)
 
     def _tokens(self) -> int:
-        """Return a micro batch's tokens per rank if only context parallelism shards the sequence."""
+        """Return the number of tokens of a micro-batch on one rank, if only context parallelism shards
+        sequences.
+        """
         tokens = self._batch() * -(-self._length() // self.context_parallel_size)
         if self.hybrid_context_parallel:
             tokens = max(tokens, self.max_seqlen_per_dp_cp_rank)
@@ -127,12 +129,18 @@ class MessageSizes:
         return self.num_residual_streams if self.enable_hyper_connections else 1
 
     def _between_stages(self) -> int:
-        """Return the bytes that a stage sends at once: with interleaving, activations and gradients."""
+        """Return the number of bytes that a pipeline stage sends at once.
+
+        With interleaving, these are activations and gradients.
+        """
         together = 1 if self.virtual_pipeline_model_parallel_size is None else 2
         return together * self._states() // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def _of_tensor_parallel_ranks(self) -> int:
-        """Return the bytes of the largest of activations, latents, loss, batch, unsharded gradients."""
+        """Return the size in bytes of the largest message between tensor-parallel ranks.
+
+        The candidates are activations, latents, the loss, the batch and unsharded gradients.
+        """
         batch, length, tokens = self._batch(), self._length(), self._tokens()
         latent = 0
         if self.multi_latent_attention:
@@ -151,7 +159,7 @@ class MessageSizes:
         )
 
     def _gradients_of_whole_parameters(self) -> int:
-        """Return the maximum number of bytes of gradients that sequence parallelism reduces in one call.
+        """Return the size in bytes of the gradients that sequence parallelism reduces in one call.
 
         These include, per layer: norms of size h (two or four, and their biases), norms of heads and latents,
         biases after row-parallel layers, and the router.
@@ -179,7 +187,7 @@ class MessageSizes:
         return any(getattr(self, name) for name in names)
 
     def _of_context_parallel_ranks(self) -> int:
-        """Return the largest message in bytes of any scheme that exchanges queries, keys and values.
+        """Return the size in bytes of the largest message of any context-parallel attention scheme.
 
         A ring sends keys and values, with their gradients in the backward pass; all-to-all sends queries,
         keys and values, one by one; all-gather gathers the keys. A mask from the data loader is gathered even
@@ -201,7 +209,7 @@ class MessageSizes:
         return max(ring, swapped, gathered, mask if self.reset_attention_mask else 0)
 
     def _of_experts(self) -> dict[str, int]:
-        """Return the bytes of tokens sent to experts if all of them go to the experts of one rank."""
+        """Return the number of bytes sent to experts if all tokens are routed to the experts of one rank."""
         tokens = self._tokens() // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
         experts, ranks = self.num_experts or 0, self.expert_model_parallel_size
         sharing = self.expert_tensor_parallel_size or self.tensor_model_parallel_size

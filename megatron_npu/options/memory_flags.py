@@ -1,4 +1,4 @@
-"""Flags that move tensors out of device memory, for Megatron versions that do not have these flags."""
+"""Add flags for offloading tensors from device memory to Megatron versions that lack them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NARROW = {
 
 
 def add_reuse_of_weights(add: Callable[..., Any]) -> None:
-    """Add ``--reuse-fp32-param`` under MindSpeed's name.
+    """Add ``--reuse-fp32-param``, which has MindSpeed's name, to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -65,7 +65,9 @@ def refuse_fp8_states(options: Any) -> None:
 
 
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
-    """Reject flags that conflict with the precision-aware optimizer, which --reuse-fp32-param implies.
+    """Reject flags that conflict with the precision-aware optimizer.
+
+    --reuse-fp32-param implies this optimizer.
 
     Raises:
         UsageError: a required flag is missing, or flags conflict.
@@ -103,7 +105,7 @@ def _require_remainders(args: argparse.Namespace) -> None:
 
 
 def _refuse_types_alone(args: argparse.Namespace) -> None:
-    """Reject dtypes of optimizer states that require the precision-aware optimizer if it is disabled."""
+    """Reject dtypes of optimizer states if the precision-aware optimizer, which they require, is disabled."""
     for name in NARROW:
         value = str(getattr(args, f"{name}_dtype", "fp32"))
         if value not in ("fp32", "torch.float32"):
@@ -114,7 +116,7 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_moving_nothing(args: argparse.Namespace) -> None:
-    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and vice versa.
+    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and the reverse.
 
     Raises:
         UsageError: only one of the two flags is given.
@@ -128,7 +130,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
-    """Add ``--swap-optimizer`` under MindSpeed's name.
+    """Add ``--swap-optimizer``, which has MindSpeed's name, to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -142,7 +144,7 @@ def add_swap_optimizer(add: Callable[..., Any]) -> None:
 
 
 def refuse_foreign_adam(adam: object, ours: object) -> None:
-    """Reject ``--swap-optimizer`` if ``adam``, the class that Megatron uses, is not ``ours``.
+    """Reject ``--swap-optimizer`` if Megatron does not use this package's Adam class.
 
     Raises:
         UsageError: ``adam`` is apex's or TransformerEngine's class.
@@ -195,7 +197,7 @@ _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm
 
 
 def add_activation_offloading(add: Callable[..., Any]) -> None:
-    """Add megatron-core 0.16's ``--fine-grained-activation-offloading`` for older versions.
+    """Add ``--fine-grained-activation-offloading`` (from megatron-core 0.16) for older Megatron versions.
 
     Args:
         add: ``add_argument`` of a parser or group.

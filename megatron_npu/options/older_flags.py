@@ -1,4 +1,4 @@
-"""Flags of older Megatron versions in tutorials: their current meaning, or the reason why they are rejected.
+"""Accept or reject flags of older Megatron versions that occur in tutorials.
 
 Megatron-LM from 2020 to 2023 (including 285068c8) had these flags. megatron-core's scripts still declare some
 of them, and most of these end with an assertion or exit code 0. ``add`` adds the flags that a parser does not
@@ -21,7 +21,7 @@ from megatron_npu.base.errors import UsageError, either
 
 @dataclass(frozen=True)
 class OlderFlag:
-    """A flag that no longer exists.
+    """A flag that existed in an older Megatron version.
 
     Attributes:
         flag: the flag as typed.
@@ -47,7 +47,7 @@ class OlderFlag:
 
     @property
     def dest(self) -> str:
-        """The name of the flag's value in the parsed arguments."""
+        """The attribute name of the flag in the parsed arguments."""
         return self.options.get("dest", self.flag.removeprefix("--").replace("-", "_"))
 
 
@@ -137,7 +137,7 @@ OLDER = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that ``parser`` does not have."""
+    """Add the flags of older Megatron versions that ``parser`` does not already have."""
     group = parser.add_argument_group(
         title="older flags", description="flags from versions of Megatron-LM that predate megatron-core"
     )
@@ -148,7 +148,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Apply the current meaning of the given flags, and log one line for each flag on rank 0.
+    """Apply the current meaning of the given older flags, and log one line for each flag on rank 0.
 
     Args:
         args: the parsed arguments, which are changed in place.
@@ -181,7 +181,10 @@ def _check(older: OlderFlag, value: Any, given: str) -> None:
 
 
 def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
-    """Set the fields that an old flag implies; values set by current flags are kept."""
+    """Set the arguments that an older flag implies.
+
+    Values set by current flags are kept.
+    """
     granularity = getattr(args, "recompute_granularity", None) if older.fills else None
     if granularity not in (None, older.fills.get("recompute_granularity")):
         raise UsageError(

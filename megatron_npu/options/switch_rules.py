@@ -1,4 +1,4 @@
-"""Valid combinations of switches, models and devices; other combinations are rejected before loading.
+"""Check combinations of acceleration switches, models and devices before a model is loaded.
 
 ``train`` and ``pretrain`` use these rules, and docs/reference/train-switches.md is generated from the tables
 (scripts/switch_table.py).
@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda", "npu")
 
 @dataclass(frozen=True)
 class Place:
-    """The model and device with which switches are used.
+    """The model and device for which acceleration switches are checked.
 
     Attributes:
         family: one of ``FAMILIES``.
@@ -41,7 +41,7 @@ class Place:
     alone: bool = False
 
     def in_effect(self, switches: Switches) -> Switches:
-        """Return the switches with the sharding that takes effect here.
+        """Return the switches with the sharding strategy that takes effect on this device.
 
         For a partitioned Megatron model, zero-2 becomes zero-1, because every micro batch of a pipeline
         accumulates into unsharded gradients. A single rank shards nothing.
@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Word:
-    """A switch on the command line, and its implementation.
+    """A command-line switch and its implementation.
 
     Attributes:
         flag: the switch as typed.
@@ -72,7 +72,7 @@ class Word:
     megatron: str | None
 
     def given(self, switches: Switches) -> bool:
-        """Return True if the switch is on."""
+        """Return True if the switch is enabled."""
         value = getattr(switches, self.name)
         return bool(value) and (value == self.value or self.name == "lora_rank")
 
@@ -133,7 +133,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination of switches that is rejected.
+    """A rule that rejects a combination of switches.
 
     Attributes:
         switches: maps names to values; the rule applies if all of them are given.
@@ -151,7 +151,7 @@ class Refusal:
     cut: bool = False
 
     def refuses(self, given: Switches, place: Place) -> bool:
-        """Return True if the rule rejects this combination."""
+        """Return True if the rule rejects the given switches."""
         switches = place.in_effect(given)
         return (
             place.family in self.families
@@ -237,7 +237,7 @@ REFUSALS = (
 
 
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
-    """Return the switches that take effect here, and a log line if a switch is replaced by another.
+    """Return the switches that take effect, and a log line if one switch is replaced by another.
 
     The document uses ``--onnx-runtime-training`` for graphs to increase the speed. Where torch.compile has no
     kernels, the flag selects the fused operations instead.
@@ -257,7 +257,7 @@ def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
 
 
 def refuse(switches: Switches, place: Place) -> None:
-    """Check that these switches can be combined.
+    """Check that the given switches can be combined.
 
     Raises:
         UsageError: the switches cannot be combined, or a required package is not installed.
@@ -281,7 +281,7 @@ def refusal_of(switches: Switches, place: Place) -> Refusal | None:
 
 
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
-    """Describe the given switches that the rule rejects."""
+    """Describe those of the given switches that a rule rejects."""
     flags = [
         switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS

@@ -1,4 +1,4 @@
-"""Acceleration switches of ``train`` and ``pretrain``, and which of them are mutually exclusive.
+"""Define the acceleration switches of ``train`` and ``pretrain``, including mutually exclusive ones.
 
 The names are those of the PAI-Rapidformer document. The effect of a switch is implemented where the model is
 prepared: in ``finetune`` for Transformers and user models, and in ``pretrain`` for Megatron's models.
@@ -24,7 +24,9 @@ _SHARDED = (  # by stage of ZeRO
 
 @dataclass(frozen=True)
 class Switches:
-    """The enabled switches; ``Switches()`` enables none.
+    """The enabled acceleration switches.
+
+    ``Switches()`` enables none.
 
     Attributes:
         mixed_precision: ``bf16`` or ``fp16`` matmuls with fp32 main weights, or None for fp32.
@@ -53,20 +55,20 @@ class Switches:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Switches:
-        """Return the values in a namespace of parsed flags."""
+        """Return the switches from a namespace of parsed flags."""
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
 
 
 class _Graph(argparse.Action):
-    """An argparse action that enables graphs and records which of the two flags was used."""
+    """Argparse action that enables compiled graphs and records which of the two flags was used."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Set ``graph_optimization`` and ``graph_word``."""
+        """Set ``graph_optimization`` and ``graph_word`` in the namespace."""
         namespace.graph_optimization, namespace.graph_word = True, option_string or GRAPH
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """Add the switches to a parser."""
+    """Add the acceleration switches to a parser."""
     group = parser.add_argument_group("acceleration")
     add, share_out = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add(

@@ -1,4 +1,4 @@
-"""The patch engine: patch records, the import hook that applies them, the ledger and the pins.
+"""Patch upstream modules at import: patch records, the import hook, the ledger and the pins.
 
 It does not depend on the patched Megatron, and imports nothing else from this project.
 """

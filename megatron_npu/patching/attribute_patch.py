@@ -1,4 +1,4 @@
-"""Patch an attribute: find its slot, create and set the new value, and restore the old value."""
+"""Replace an attribute of a module or class, and restore its old value on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
 @dataclass
 class Change:
-    """One replaced slot ``owner.name``: its previous raw value in the owner's dictionary, and the new value.
+    """One replaced attribute ``owner.name``, with its previous and its new raw value.
 
     Attributes:
         module, qualname: the patched symbol for which the value was set.
@@ -39,11 +39,14 @@ class Change:
         return f"{self.module.__name__}:{self.qualname}"
 
     def make(self) -> None:
-        """Set the new value."""
+        """Set the attribute to the new value."""
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Restore the old value unless other code has changed it since; return True if it was restored."""
+        """Restore the old value unless other code has changed the attribute since.
+
+        Return True if it was restored.
+        """
         if vars(self.owner).get(self.name, MISSING) is not self.new:
             return False
         if self.old is MISSING:
@@ -54,14 +57,17 @@ class Change:
 
 
 class ChangeLog:
-    """The changes in effect, in the order in which they were made. This class is thread-safe."""
+    """The attribute changes in effect, in the order in which they were made. This class is thread-safe."""
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """Create a new lock after a fork, because the thread that held the old lock does not exist there."""
+        """Replace the lock after a fork.
+
+        The thread that held the old lock does not exist in the child process.
+        """
         # Held while a change is made and noted, or undone and forgotten: the list keeps their order. It comes
         # after every import lock: a thread patches with the lock of its module held, but what is done under
         # this one imports nothing, so its holder waits for no other thread.
@@ -74,7 +80,10 @@ class ChangeLog:
             self._changes.append(change)
 
     def undo(self, changes: Iterable[Change]) -> list[Change]:
-        """Undo ``changes`` in reverse order and remove them; return those that other code changed again."""
+        """Undo ``changes`` in reverse order and remove them from the log.
+
+        Return the changes that other code has overwritten.
+        """
         with self._lock:
             changes = list(changes)
             refused = [change for change in reversed(changes) if not change.undo()]
@@ -87,13 +96,13 @@ class ChangeLog:
         return self._changes.copy()
 
     def slots(self) -> set[tuple[int, str]]:
-        """Return the pair (id of the owner, name) of every slot that was set."""
+        """Return the pair (id of the owner, name) of every changed attribute."""
         return {(id(change.owner), change.name) for change in self.all()}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place where a symbol is stored.
+    """The place where a symbol is stored: its owner and its name.
 
     Attributes:
         owner: the module or class.
@@ -129,7 +138,10 @@ def _raw(owner: Any, name: str) -> Any:
 
 
 def new_value(patch: Patch, current: Any) -> Any:
-    """Return the raw value that replaces the raw value ``current`` when ``patch`` is applied."""
+    """Return the value that replaces ``current`` when ``patch`` is applied.
+
+    Both are raw values, as stored in the owner's dictionary.
+    """
     if patch.kind == "constant":
         return patch.make
     if patch.kind == "replace":
@@ -140,7 +152,10 @@ def new_value(patch: Patch, current: Any) -> Any:
 
 
 def bare(raw: Any) -> Any:
-    """Return the function of a static or class method, the getter of a property, or otherwise ``raw``."""
+    """Return the function inside a static method, class method or property.
+
+    Other values are returned unchanged.
+    """
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw

@@ -1,4 +1,4 @@
-"""The patch engine, which patches upstream modules after they are executed and can undo the patches."""
+"""Patch upstream modules after they have been executed, and undo the patches on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Applies the patches of a registry to modules with given prefixes.
+    """Apply the patches of a registry to modules whose names have given prefixes.
 
     Args:
         registry: the patches; ``on_first`` may add more.
@@ -70,7 +70,10 @@ class Engine:
         self._finder.arm()
 
     def disarm(self) -> None:
-        """Remove the finder; patches stay. If the hook is armed again, ``on_first`` is called again."""
+        """Remove the import hook, but keep the patches in effect.
+
+        If the hook is armed again, ``on_first`` is called again.
+        """
         self._finder.disarm()
         self._context = None
 
@@ -95,7 +98,7 @@ class Engine:
         self._incomplete = False
 
     def reconsider(self) -> None:
-        """Apply the patches whose setting was off when their module was patched and is on now."""
+        """Apply patches whose setting was off when their module was imported and has been turned on since."""
         if self._context is None:
             return
         for module in list(self._patched.values()):
@@ -105,7 +108,7 @@ class Engine:
             self._offers.extend(patching.apply(off))
 
     def undo(self) -> None:
-        """Restore everything that was changed, in reverse order, including names imported by value.
+        """Undo all changes in reverse order, including names that were imported by value.
 
         A slot that other code has set since is left unchanged, and a warning is issued.
         """
@@ -121,7 +124,10 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        """The state of every patch for this upstream version, or of all patches if it is not known yet."""
+        """The state of every patch for this upstream version.
+
+        All patches are included while the version is unknown.
+        """
         context = self._context
         self._ledger.keep(
             patch
@@ -165,14 +171,16 @@ class Engine:
             self._running.discard(id(module))
 
     def _forget(self, module: ModuleType) -> None:
-        """Undo the patches of a module that is reloaded, because its body must find the original names."""
+        """Undo the patches of a module before it is reloaded, because its body must find the original
+        names.
+        """
         self._log.undo(change for change in self._log.all() if change.owner is module)
         self._patched.pop(module.__name__, None)
         for patch in self.registry.for_module(module.__name__):
             self._ledger.row(patch).settle("pending")
 
     def activate(self) -> None:
-        """Call ``on_first`` at the first import of upstream, and patch the modules it imported."""
+        """Call ``on_first`` at the first import of upstream, and patch the modules that the call imported."""
         with self._lock:
             if self._context is not None or self._activating:
                 return
@@ -197,7 +205,9 @@ class Engine:
             self._patch(module, late=True)
 
     def _patch_finished(self, module: ModuleType) -> None:
-        """Patch a module that was being executed when the engine was armed, and whose execution has ended."""
+        """Patch a module that was still being executed when the engine was armed, once its execution has
+        ended.
+        """
         if sys.modules.get(module.__name__) is not module or not self.armed or self._is_in_hand(module):
             return
         try:

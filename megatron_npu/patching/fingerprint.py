@@ -1,4 +1,4 @@
-"""The fingerprint of a symbol's source: a hash of its meaning, and its signature as a string."""
+"""Compute the fingerprint of a symbol's source: a hash of its meaning, and its signature as a string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SILENT_FIELDS = frozenset({"ctx", "type_comment", "kind", "annotation", "return
 
 
 def fingerprint(nodes: Iterable[ast.AST]) -> str:
-    """Return a hash of the meaning of ``nodes``.
+    """Return a hash of the meaning of syntax trees, which does not depend on formatting.
 
     Positions, comments, docstrings and annotations are ignored. The hashed text has our own format, so unlike
     that of ``ast.dump`` it does not depend on the Python version.
@@ -37,7 +37,9 @@ def _dump(value: Any) -> str:
 
 
 def _meaning(node: ast.AST, name: str, content: Any) -> Any:
-    """Return the relevant part of a field, without parameter annotations and docstring.
+    """Return the part of a syntax-tree field that affects its meaning.
+
+    Parameter annotations and docstrings are dropped.
 
     f-strings are normalized.
     """
@@ -51,7 +53,10 @@ def _meaning(node: ast.AST, name: str, content: Any) -> Any:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Return an f-string's parts with adjacent literals joined, which Python versions split differently."""
+    """Return the parts of an f-string with adjacent literals joined.
+
+    Python versions split them differently.
+    """
     merged: list[Any] = []
     for value in values:
         if isinstance(value, ast.Constant):
@@ -64,7 +69,7 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def signature(node: ast.AST) -> str:
-    """Return the interface of ``node`` for callers, as a string.
+    """Return the signature of a function or class as a string.
 
     It consists of a function's parameters and defaults (with static, class and property decorators), a
     class's bases and constructor, an import statement, or the names that an assignment binds.

@@ -1,4 +1,4 @@
-"""The import hook, which runs code after the execution of a module, or instead of it.
+"""Run code after a module has been executed, or instead of executing it.
 
 A finder at the front of ``sys.meta_path`` lets other finders find a module and hooks the returned loader, so
 nothing happens if code merely checks whether a package exists.
@@ -17,7 +17,7 @@ Run = Callable[[ModuleType], None]
 
 
 class Finder:
-    """A finder that hooks the loaders found by other finders.
+    """Import finder that hooks the loaders found by the other finders.
 
     Args:
         covers: returns whether to hook the module with the given name.
@@ -53,7 +53,10 @@ class Finder:
         return None
 
     def _hook(self, loader: Any) -> None:
-        """Hook ``loader`` once; skip classes (of built-in modules) and loaders of namespace packages."""
+        """Hook ``loader`` once.
+
+        Built-in modules, whose loaders are classes, and namespace packages are skipped.
+        """
         run = getattr(loader, "exec_module", None)
         if run is None or isinstance(loader, type):
             return
@@ -83,7 +86,7 @@ class Finder:
 
 
 class _Hook:
-    """Replaces ``exec_module`` on a loader instance, which keeps its type.
+    """Replacement for ``exec_module`` on a loader instance, whose type does not change.
 
     Copying or pickling it yields the loader's own method, so a copied loader is an ordinary loader.
     """
@@ -99,7 +102,7 @@ class _Hook:
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a module that is being executed, with a callback for the end of its initialization."""
+    """Module spec that calls a function when the module's execution ends."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

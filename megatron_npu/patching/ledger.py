@@ -1,4 +1,4 @@
-"""The ledger: the state of every patch, as text, JSON or Markdown."""
+"""Store the state of every patch, and print it as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Row:
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Set the state, and clear the list of names that were rebound for a previous state."""
+        """Set the state of the patch, and clear the names that were rebound for the previous state."""
         self.state, self.reason, self.late = state, reason, late
         self.repaired = []
 
 
 class Ledger:
-    """The rows of the patches, and counts of the fast paths that were not used.
+    """The state of every patch, and the number of times each fast path was not used.
 
     Attributes:
         fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
@@ -70,7 +70,7 @@ class Ledger:
         return list(self._rows.values())
 
     def row(self, patch: Patch) -> Row:
-        """Return the row of ``patch``; a new row is in state ``pending``."""
+        """Return the row of ``patch``, creating a row in state ``pending`` if necessary."""
         row = self._rows.get(patch.key)
         if row is None:
             row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
@@ -78,7 +78,7 @@ class Ledger:
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
-        """Keep only the rows of ``patches``, in that order, and keep their states."""
+        """Keep only the rows of ``patches``, in the given order, without changing their states."""
         self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
@@ -86,7 +86,8 @@ class Ledger:
         return sum(row.state == state for row in self._rows.values())
 
     def summary(self) -> str:
-        """Return one line: ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed (target)``.
+        """Return a one-line summary such as ``29 applied, 0 drifted, 2 skipped (reason; reason), 1 failed
+        (target)``.
 
         Patches whose setting is off are omitted.
         """
@@ -106,7 +107,9 @@ class Ledger:
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:
-        """Return the ledger as text for a terminal: general information, then each patch with its remarks.
+        """Return the ledger as text for a terminal.
+
+        General information comes first, followed by each patch with its remarks.
 
         Failures come first. Pending patches are only counted, by reason.
 
@@ -179,7 +182,10 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return when a patch can be removed, and whether it fixes an upstream bug; the text may be empty."""
+    """Return when a patch can be removed and whether it fixes an upstream bug.
+
+    The text may be empty.
+    """
     return f"{patch.until} (upstream bug)" if patch.upstream_bug else patch.until
 
 

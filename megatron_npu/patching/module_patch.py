@@ -1,4 +1,6 @@
-"""Patch one module after its execution: compare pins, set values, and rebind names in importing modules."""
+"""Patch one module after its execution: check its pins, replace symbols, and rebind names in importing
+modules.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
 class DriftError(Exception):
-    """Raised when upstream differs from the version for which a patch was written.
+    """Raised when an upstream symbol differs from the version for which a patch was written.
 
     Args:
         message: the differences.
@@ -41,7 +43,7 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """The context of all patches, which is known once upstream is found.
+    """The information that all patches share once upstream is found.
 
     Attributes:
         upstream, version: the name and version of upstream.
@@ -60,7 +62,7 @@ class Context:
 
 @dataclass
 class ModulePatch:
-    """The patching of one module: either all of its patches are applied, or none of them.
+    """The patches of one module, of which either all or none are applied.
 
     Attributes:
         module: the module.
@@ -81,7 +83,7 @@ class ModulePatch:
     made: list[Change] = field(default_factory=list)
 
     def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
-        """Apply those of ``patches`` that are enabled on this device.
+        """Apply the patches that are enabled on this device.
 
         Returns:
             The new objects that other modules may import by value from now on.
@@ -122,7 +124,10 @@ class ModulePatch:
     # --- drift ---
 
     def _check(self, patches: list[Patch]) -> dict[tuple[object, ...], Verdict]:
-        """Return the verdicts by patch key; empty if there are no pins or no source file."""
+        """Compare the module with its pins and return the verdicts by patch key.
+
+        The result is empty if there are no pins or no source file.
+        """
         source = _source(self.module)
         if self.context.pins is None or source is None:
             return {}
@@ -147,7 +152,10 @@ class ModulePatch:
     # --- one target ---
 
     def _apply_target(self, group: list[Patch], verdicts: dict[tuple[object, ...], Verdict]) -> None:
-        """Apply all patches of a target in one step: the replacement, then callers of the original."""
+        """Apply all patches of a target in one step.
+
+        The replacement is applied first, followed by wrappers of the original.
+        """
         qualname = group[0].qualname
         slot = find_slot(self.module, qualname)
         verdict = verdicts.get(group[0].key)
@@ -186,7 +194,7 @@ class ModulePatch:
     # --- names that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Rebind names in modules that imported the old objects by value to the new objects."""
+        """Rebind names in modules that imported a replaced object by value."""
         repairs, offers = repair.find_repairs(self.module, self.made.copy(), self.log.slots(), self.covers)
         for change in repairs:
             self._make(change)
@@ -200,7 +208,9 @@ class ModulePatch:
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:
-    """Return the qualified names, with members before the class that contains them."""
+    """Return the qualified names of the patches, ordered so that members precede the class that contains
+    them.
+    """
     names = dict.fromkeys(patch.qualname for patch in patches)
     return sorted(names, key=lambda name: -name.count("."))
 

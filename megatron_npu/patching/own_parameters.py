@@ -1,4 +1,4 @@
-"""Determine the upstream parameters that a wrapper uses, and whether they have changed.
+"""Determine which upstream parameters a wrapper uses, and whether those parameters have changed.
 
 A wrapper names the parameters that it uses and passes the other parameters on. Changes to other parameters do
 not affect it, but changes to named ones do. How it uses ``*args`` and ``**kwargs`` is determined from its
@@ -26,7 +26,7 @@ class _Unknown(Exception):  # noqa: N818 - the name says what it is
 
 @dataclass
 class Use:
-    """The upstream parameters that a function uses.
+    """The upstream parameters that a wrapper function uses.
 
     Attributes:
         own: the name of each positional parameter, and whether it has a default, in order.
@@ -50,7 +50,10 @@ class Use:
 
 
 def use_of(function: Any) -> Use | None:
-    """Return the parameters that ``function`` uses after the first one, the original; None if unknown."""
+    """Return the upstream parameters that ``function`` uses, or None if they cannot be determined.
+
+    The first parameter, which receives the original, is not included.
+    """
     if not isinstance(function, FunctionType):
         return None
     try:
@@ -107,7 +110,7 @@ def _is(node: ast.AST | None, name: str) -> bool:
 
 
 def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield the parent and grandparent of every use of ``name`` in ``node``."""
+    """Yield the parent and the grandparent of every node in ``node`` that uses ``name``."""
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
     for each in parents:
         if _is(each, name):
@@ -115,7 +118,7 @@ def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
-    """Record the positions that are read from ``*rest``.
+    """Record the positions of arguments that are read from ``*rest``.
 
     Raises:
         _Unknown: ``rest`` is used in a way that cannot be analyzed.
@@ -132,7 +135,7 @@ def _read_positions(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
-    """Record the names that are read from ``**rest``.
+    """Record the names of arguments that are read from ``**rest``.
 
     Raises:
         _Unknown: ``rest`` is used in a way that cannot be analyzed.
@@ -148,7 +151,9 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
-    """Return the expression for the name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``."""
+    """Return the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``, as an
+    expression.
+    """
     if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
         return whole.args[0] if whole.args else None
     if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load):
@@ -167,7 +172,10 @@ def _is_call(node: ast.AST, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class _Function:
-    """The signature of an upstream function, from its pin; defaults are source text, or empty."""
+    """The signature of an upstream function, read from its pin.
+
+    Defaults are stored as source text, which is empty if there is none.
+    """
 
     head: str
     positional: list[tuple[str, str]]
@@ -180,7 +188,7 @@ class _Function:
         return dict(self.positional) | self.keyword
 
     def at(self, position: int) -> tuple[str, str] | None:
-        """Return the name and default of the parameter at a position, or None if there is none."""
+        """Return the name and the default of the parameter at a position, or None."""
         return self.positional[position] if position < len(self.positional) else None
 
 
@@ -214,7 +222,7 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Describe the changes between two signatures that affect a function; return None if there are none.
+    """Describe how a change between two upstream signatures affects a wrapper, or return None.
 
     Args:
         use: the parameters that the function uses. If None, these are unknown, so every change counts.
@@ -249,7 +257,7 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
 
 
 def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -> Iterator[str]:
-    """Yield the effects of a changed default on our function, for parameters at an unchanged position."""
+    """Yield the effects of changed defaults of upstream parameters that kept their position."""
     if assumes:
         yield from _of_default(*before, default)
     elif before[1] == _REQUIRED != default and own:
@@ -274,7 +282,7 @@ def _of_default(name: str, before: str, after: str) -> Iterator[str]:
 
 
 def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
-    """Yield the new parameters that callers cannot pass through our function."""
+    """Yield the new upstream parameters that callers cannot pass through the wrapper."""
     ours = {name for name, _ in use.own} | use.names.keys()
     by_position_alone = now.positional[:1] == [("ctx", _REQUIRED)]  # torch calls an autograd function so
     for name in now.defaults:

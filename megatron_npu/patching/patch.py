@@ -1,4 +1,4 @@
-"""The record of a patch: its target, origin, devices, versions and reason."""
+"""Define the record of a patch: its target, origin, devices, versions and reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLERS = {"around", "wrap"}  # those that lie around what was there
 
 
 class NotAsked(str):
-    """The reason why a patch is not applied because its setting is off."""
+    """The reason why a patch is not applied although its device and version match: its setting is off."""
 
     __slots__ = ()
 
@@ -77,18 +77,21 @@ class Patch:
 
     @property
     def file(self) -> str:
-        """The file that contains the record."""
+        """The source file that contains the patch record."""
         return self.where.rpartition(":")[0]
 
     @property
     def ours(self) -> str:
-        """``file:line`` of the record, with a path that starts at its top-level package."""
+        """The location ``file:line`` of the patch record.
+
+        The path starts at its top-level package.
+        """
         file, colon, line = self.where.rpartition(":")
         return f"{_from_package(file)}{colon}{line}"
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is unique to the patch and does not change when its adaptor is imported again."""
+        """A unique key of the patch, which stays the same when its adaptor is imported again."""
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
@@ -116,7 +119,9 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return the values that identify a repeated record: its place, its text, and the name of ``make``."""
+    """Return values that identify a patch record that is registered twice: location, text and name of
+    ``make``.
+    """
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"
     meant_for = patch.upstream, patch.versions, patch.devices

@@ -1,4 +1,4 @@
-"""Pins, which are fingerprints of upstream symbols, taken when a patch was written.
+"""Read and write pins: fingerprints of upstream symbols, taken when a patch was written.
 
 A pin file belongs to one version of one upstream. A symbol matches if it equals the pin of any version of its
 upstream.
@@ -23,7 +23,7 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """A symbol in one upstream version: fingerprint, signature and line of its first definition."""
+    """The fingerprint, signature and line of a symbol in one upstream version."""
 
     fingerprint: str
     signature: str
@@ -31,7 +31,10 @@ class Pin:
 
     @classmethod
     def of(cls, nodes: list[ast.stmt]) -> Pin:
-        """Return the pin of the statements that define a symbol; there must be at least one statement."""
+        """Create a pin from the statements that define a symbol.
+
+        At least one statement is required.
+        """
         return cls(fingerprint(nodes), " | ".join(map(signature, nodes)), nodes[0].lineno)
 
 
@@ -71,7 +74,10 @@ class PinFile:
         return f"{self.upstream}-{self.version}.json"
 
     def json(self) -> str:
-        """Return the content of the pin file, which is the same for equal pins."""
+        """Return the content of the pin file as JSON.
+
+        Equal pins give identical text.
+        """
         data = {
             "format": FORMAT,
             "upstream": self.upstream,
@@ -91,7 +97,9 @@ class Pins:
 
     @classmethod
     def load(cls, directory: Path, upstream: str, version: str = "") -> Pins:
-        """Read every pin file of ``upstream`` in ``directory``, which need not exist.
+        """Read every pin file of ``upstream`` in ``directory``.
+
+        The directory need not exist.
 
         Args:
             version: the upstream version, whose pins come first; the others follow, newest first.
@@ -104,11 +112,13 @@ class Pins:
         return cls(upstream, [file for file in files if file.upstream == upstream])
 
     def of(self, target: str) -> dict[str, Pin]:
-        """Return the pins of ``target`` in all versions that have one."""
+        """Return the pins of ``target``, keyed by upstream version."""
         return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
     def voucher(self, target: str, module: str, digest: str) -> str:
-        """Return the version whose pins contain ``target`` and this digest of ``module``'s file, or ''."""
+        """Return the version whose pins match ``target`` and the digest of the module's file, or an empty
+        string.
+        """
         known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)
         return next(known, "")
 

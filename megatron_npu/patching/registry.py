@@ -1,4 +1,4 @@
-"""The patch records, and the decorators that create them.
+"""Define the patch registry, and the decorators that record patches in it.
 
 Recording a patch changes nothing. The engine (``engine``) applies the patches of a module after its
 execution.
@@ -23,7 +23,7 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Raised if two patches of one target could both be in effect but cannot be combined or ordered.
+    """Raised if two patches of the same target could both be in effect but cannot be combined or ordered.
 
     Two replacements cannot be combined. If two patches in different files call the original, one of them must
     be inside the other.
@@ -35,7 +35,9 @@ class _Why(TypedDict):
 
 
 class Options(_Why, total=False):
-    """The options of a patch record, of which only ``why`` is required.
+    """The options of a patch record.
+
+    Only ``why`` is required.
 
     Attributes:
         why: the reason: what is wrong with upstream's own code, or missing from it, on these devices.
@@ -65,7 +67,10 @@ class Options(_Why, total=False):
 
 
 class _Decorators:
-    """Records patches, which decorate the code that replaces or wraps that of upstream."""
+    """Decorators that record patches.
+
+    The decorated code replaces or wraps an upstream symbol.
+    """
 
     upstream: str = ""
 
@@ -96,7 +101,9 @@ class _Decorators:
         return self._decorator("replace", target, options, sys._getframe(1))
 
     def around(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated function to be called instead of ``target``, with the original first.
+        """Record the decorated function to be called instead of ``target``.
+
+        Its first argument is the original.
 
         Use it for code that runs before or after the original, or only in some cases. The function decides
         when and whether to call ``original``. Unlike a replacement, it keeps working if upstream changes the
@@ -131,7 +138,9 @@ class _Decorators:
         return self._decorator("around", target, options, sys._getframe(1))
 
     def wrap(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated factory, which receives the original and returns the new object.
+        """Record the decorated factory as the wrapper of ``target``.
+
+        The factory receives the original and returns the new object.
 
         Use it for what ``around`` cannot express: a class derived from upstream's class, or work that is done
         once, when the module is patched. Several patches of one target are combined as with ``around``. ::
@@ -170,7 +179,7 @@ class _Decorators:
         self._decorator("constant", target, options, sys._getframe(1))(value)
 
     def watch(self, target: str, **options: Unpack[Options]) -> None:
-        """Record that ``target`` is used as upstream wrote it, although a patch might be expected.
+        """Record that ``target`` is deliberately not patched, although a patch might be expected.
 
         The ledger lists it as skipped. It is pinned like a patch: when upstream changes the function,
         ``megatron-npu check`` reports the change, and ``why`` allows a reader to judge whether the reason
@@ -206,7 +215,7 @@ class _Decorators:
 
 @dataclass
 class Recorder(_Decorators):
-    """The decorators of a registry with ``upstream`` already set, for the adaptors of one upstream.
+    """Registry decorators for the adaptors of one upstream, with ``upstream`` already set.
 
     Args:
         registry: where the patches are recorded.
@@ -223,7 +232,7 @@ class Recorder(_Decorators):
 
 @dataclass
 class Registry(_Decorators):
-    """The recorded patches, in order of registration.
+    """The recorded patches, in the order of registration.
 
     Args:
         upstream: the default upstream of patches; empty means any.
@@ -233,7 +242,9 @@ class Registry(_Decorators):
     patches: list[Patch] = field(default_factory=list)
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch``. If its adaptor is imported again, the new record replaces the earlier one.
+        """Record ``patch``.
+
+        If its adaptor is imported again, the new record replaces the old one.
 
         Raises:
             PatchConflict: another patch of the target could be in effect too, and the two cannot be combined.
@@ -254,21 +265,24 @@ class Registry(_Decorators):
         self.patches.append(replaced(patch, nth=alike))
 
     def for_module(self, name: str) -> list[Patch]:
-        """Return the patches of the module ``name``, in order of registration."""
+        """Return the patches of the module ``name``, in the order of registration."""
         prefix = f"{name}:"
         return [patch for patch in self.patches if patch.target.startswith(prefix)]
 
     def modules(self) -> list[str]:
-        """Return the names of the modules that have patches, in order of registration."""
+        """Return the names of all modules that have patches, in the order of registration."""
         return list(dict.fromkeys(patch.module for patch in self.patches))
 
     def keep(self, wanted: Callable[[Patch], bool]) -> None:
-        """Remove unwanted patches, so that upstream's own code can be compared with ours."""
+        """Remove all patches for which ``wanted`` returns False.
+
+        This makes it possible to compare upstream's own code with ours.
+        """
         self.patches = [patch for patch in self.patches if wanted(patch)]
 
 
 def in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Return a target's patches from the inside out: a replacement, then callers of the original."""
+    """Return the patches of a target in the order of application: the replacement, then its wrappers."""
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 
@@ -302,7 +316,7 @@ def _validate(patch: Patch) -> None:
 
 
 def _refuse_conflict(first: Patch, second: Patch) -> None:
-    """Reject two replacements of a target, and callers of the original in two files that have no order."""
+    """Reject two replacements of the same target, and wrappers from two files without a defined order."""
     if not _meet(first, second):
         return
     both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"

@@ -1,4 +1,4 @@
-"""Rebind names that a module imported with ``from module import f`` before the patch was applied.
+"""Rebind names that other modules imported with ``from module import f`` before the patch was applied.
 
 This is required for circular imports, in which a sibling module is executed before ``module`` has finished,
 and if upstream was imported before the plug-in. Such names are found by object identity.
@@ -19,7 +19,7 @@ MAIN_MODULES = ("__main__", "__mp_main__")  # the second is the main module in a
 
 @dataclass(frozen=True)
 class Offer:
-    """A new object that other modules may later import by value.
+    """A patched object that other modules may later import by value.
 
     Attributes:
         name: the name under which they import it.
@@ -35,7 +35,9 @@ class Offer:
 def find_repairs(
     module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
 ) -> tuple[list[Change], list[Offer]]:
-    """Find modules that imported old objects of ``module`` by value, and objects they may import later.
+    """Find the modules that imported unpatched objects of ``module`` by value.
+
+    Also return the patched objects that modules may import later.
 
     Args:
         made: the changes made by patching ``module``.
@@ -62,7 +64,7 @@ def find_repairs(
 
 
 def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
-    """Restore the old objects in modules that imported the new ones by value."""
+    """Restore the original objects in modules that imported the patched objects by value."""
     originals: dict[int, dict[str, Any]] = {}
     for offer in offers:
         originals.setdefault(id(offer.new), {}).setdefault(offer.name, offer.old)
@@ -72,7 +74,7 @@ def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
 
 
 def is_shared_by_identity(value: Any, module: str) -> bool:
-    """Return True if other modules that refer to ``value`` do so because ``module`` defines it.
+    """Return True if all other modules that refer to ``value`` obtained it from ``module``.
 
     This is the case for functions and classes that ``module`` itself defines. It is not for plain values,
     which may be equal by chance, and for objects that ``module`` imported, which other modules may have
@@ -82,7 +84,9 @@ def is_shared_by_identity(value: Any, module: str) -> bool:
 
 
 def holders(values: Set[int], covers: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield (module, name, value) in upstream and the main module for values whose id is in ``ids``."""
+    """Yield (module, name, value) for each reference to one of the given objects in upstream and in the main
+    module.
+    """
     # copy() is atomic, list(….items()) is not: other threads import in the meantime
     for module_name, module in sys.modules.copy().items():
         if not isinstance(module, ModuleType):

@@ -1,4 +1,4 @@
-"""The source files of a Megatron version, which are parsed when needed and never imported or executed."""
+"""Parse source files of a Megatron version on demand, without importing or executing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from megatron_npu.patching.symbols import locate
 
 
 class Source:
-    """The source of one module, which is read immediately and parsed when needed.
+    """The source of one module.
+
+    The file is read immediately and parsed when needed.
 
     Args:
         module: the dotted name of the module.
@@ -45,7 +47,7 @@ class Source:
 
 
 class SourceTree:
-    """The sources in a folder; each file is read once.
+    """The source files in a folder, each of which is read only once.
 
     Args:
         root: the folder that contains upstream's top-level package, and possibly a folder ``tasks`` with

@@ -1,4 +1,4 @@
-"""The state of a patch's target, determined by comparing its source with the pins."""
+"""Determine the state of a patch's target by comparing its source with the pins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.patching.sources import Source
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing a target with the pins.
+    """The result of comparing a patch target with its pins.
 
     Attributes:
         status: ``same``, ``body_changed``, ``signature_changed``, ``gone`` or ``no_pin``.
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        """True if the patch must not be applied.
+        """True if the patch must not be applied to the target.
 
         A patch that calls the original can be applied if the body has changed; ``around`` can also be applied
         if the signature has changed but ``fits``.
@@ -84,7 +84,7 @@ def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
 
 
 def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, str, bool]:
-    """Return the status, the detail, the version whose pin decided, and whether a changed signature fits."""
+    """Return the status, the detail, the deciding version, and whether a changed signature is compatible."""
     if not known:
         return "no_pin", "no pin", "", False
     for version, pin in known.items():
@@ -102,7 +102,7 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
 
 
 def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
-    """Return the first version whose pin does not conflict with the patch, its pin, and None.
+    """Return the first version whose pin is compatible with the patch, with that pin and None.
 
     If all pins conflict, return the first version, its pin and the conflict.
     """
@@ -113,7 +113,10 @@ def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, 
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Group verdicts by target, with the worst of each first; targets are in order of their first verdict."""
+    """Group verdicts by target, worst verdict first.
+
+    Targets keep the order of their first verdict.
+    """
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.target, []).append(verdict)

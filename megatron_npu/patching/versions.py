@@ -1,4 +1,4 @@
-"""PEP 440 specifiers of upstream versions: match a version, and check whether two specifiers overlap."""
+"""Evaluate PEP 440 version specifiers: match a version, and check whether two specifiers overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 @cache  # asked for each patch of each module, twice where a run asks for backports
 def admits(versions: str, version: str) -> bool:
-    """Return True if the specifier ``versions`` accepts ``version``; an empty specifier accepts all.
+    """Return True if the specifier ``versions`` accepts ``version``.
+
+    An empty specifier accepts every version.
 
     A version that does not follow PEP 440 (a commit) is accepted only by an empty specifier.
     """
@@ -27,7 +29,7 @@ def admits(versions: str, version: str) -> bool:
 
 
 def versions_overlap(first: str, second: str) -> bool:
-    """Return True if some version satisfies both specifiers.
+    """Return True if at least one version satisfies both specifiers.
 
     A specifier set is an interval (with holes from ``!=``), so if there is a common version, one of these is:
     zero, a version named in one of the two specifiers, or a version just above such a version.

@@ -1,1 +1,1 @@
-"""``megatron-npu plan``: run the ranks of a job one by one on this machine, counting only device memory."""
+"""Implement ``megatron-npu plan``, which runs the ranks of a job one by one and counts only device memory."""

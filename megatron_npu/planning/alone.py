@@ -1,4 +1,4 @@
-"""Collectives for Python objects in a single process that represents all ranks, which have equal objects."""
+"""Replace object collectives in a single process that represents all ranks with equal objects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-    """Fill ``objects`` with this process's own object."""
+    """Fill ``objects`` with copies of this process's own object."""
     objects[:] = [mine] * len(objects)
 
 
@@ -17,4 +17,4 @@ def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: An
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing; used in place of a broadcast or a barrier."""
+    """Do nothing in place of a broadcast or a barrier."""

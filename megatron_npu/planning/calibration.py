@@ -1,4 +1,4 @@
-"""Calibrate the time estimates with a table that ``bench`` measured on the job's devices."""
+"""Calibrate time estimates with a table that ``bench`` measured on the job's devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the job's devices.
 
 @dataclass(frozen=True)
 class Calibration:
-    """The ratios of measured times to estimated times.
+    """Ratios of measured times to estimated times.
 
     Attributes:
         factor: the median ratio.
@@ -37,7 +37,7 @@ class Calibration:
 
     @classmethod
     def of(cls, path: Path, device: str, hardware: Hardware, per_node: int) -> Calibration:
-        """Compare the rows of a table with their estimates.
+        """Compare the measured rows of a table with their estimates.
 
         Raises:
             UsageError: the file is not a table from ``bench --suite 3d``, or has no times for this kind of
@@ -76,7 +76,7 @@ class Calibration:
 
 
 def _rows(table: dict[str, Any], hardware: Hardware, per_node: int) -> Iterator[tuple[Estimate, float]]:
-    """Yield, for each measured row, its estimate and the measured number of seconds per iteration."""
+    """Yield for each measured row its estimate and the measured seconds per iteration."""
     model, batch = table["model"], table["global_batch_size"]
     hidden, heads = model["hidden"], model["heads"]
     shape = Shape(

@@ -1,4 +1,4 @@
-"""``megatron-npu plan``: run a job for many devices on this machine, counting only device memory.
+"""Implement ``megatron-npu plan``, which runs a job for many devices and counts only device memory.
 
 One rank of each kind runs with the job's command line; the other ranks do not exist, and large tensors are
 not computed. Exit code 2 means that the job does not fit, or cannot run.
@@ -109,7 +109,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a job. Return 2 if the job does not fit or cannot run.
+    """Plan a job and return the exit code.
+
+    The code is 2 if the job does not fit or cannot run.
 
     Raises:
         UsageError: the input is invalid.
@@ -158,7 +160,10 @@ def require_covered(job: Job, device: str) -> None:
 
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
-    """Print the layouts for which a dry run was made, and return 2 if none of them fits."""
+    """Print the layouts that were tested in a dry run.
+
+    Return 2 if none of them fits.
+    """
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
@@ -202,7 +207,9 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run one rank of each kind and return the rows of these ranks, or only those up to the first failure.
+    """Run one rank of each kind and return the rows of the results.
+
+    Stop at the first failure.
 
     To find mistakes early, the first and the last rank read all of the job's input before any rank trains.
     """
@@ -223,7 +230,9 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
 
 def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
-    """Return the fullest rank's memory with the chosen imbalance, an even routing, and the worst case."""
+    """Return the fullest rank's memory with the chosen imbalance, with even routing, and in the worst
+    case.
+    """
     row = plan.fullest
     found = {ranks.imbalance: row.needed}
     for multiple in (1.0, row.found["routing_most"]):
@@ -234,7 +243,7 @@ def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
 
 
 def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
-    """Return True if a rank can train within ``memory``, if its allocator releases unused memory."""
+    """Return True if a rank can train within ``memory`` when its allocator releases unused memory."""
     if row.found["peak"] + row.buffers > memory:
         return False
     return (

@@ -1,4 +1,6 @@
-"""Closed-form estimates of memory and time for a layout. Layouts for a dry run are selected by memory.
+"""Estimate the memory and time of a layout in closed form.
+
+Layouts for a dry run are selected by memory.
 
 The time estimate assumes that each operation of a layer takes its compute time or its memory-traffic time,
 whichever is longer (a roofline model). Communication of tensor, expert and pipeline parallelism is exposed,
@@ -19,7 +21,7 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """The estimated duration of one iteration, in seconds.
+    """Estimated duration of one iteration in seconds.
 
     Attributes:
         computing: the time for the operations of the slowest stage.
@@ -70,7 +72,9 @@ class Estimate:
         return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
 
     def memory(self) -> float:
-        """Return the first stage's bytes: weights, gradients, states, activations in flight, and logits."""
+        """Return the memory of the first stage in bytes: weights, gradients, states, activations in
+        flight, logits.
+        """
         shape, layout = self.shape, self.layout
         shares = layout.data * layout.context if layout.shared else 1
         lasting = self.weights * (_HALF + _FULL + 12 / shares)
@@ -113,7 +117,9 @@ class Estimate:
         )
 
     def _forward(self) -> tuple[float, float]:
-        """Return the seconds of a micro batch's forward pass on a stage, and the part spent in attention."""
+        """Return the seconds of a micro-batch's forward pass on a stage, and the seconds spent in
+        attention.
+        """
         shape, layout, tokens = self.shape, self.layout, self.tokens
         core = self._operation(
             2 * tokens * shape.length * shape.heads * shape.channels / layout.tensor,  # half is masked
@@ -130,7 +136,7 @@ class Estimate:
         return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Return the duration in seconds of a matmul of tokens with a weight matrix."""
+        """Return the seconds of a matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -138,7 +144,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> float:
-        """Return the seconds that a micro batch's communication takes on a stage, forward and backward."""
+        """Return the seconds of a micro-batch's communication on a stage, forward and backward."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring
@@ -151,11 +157,13 @@ class Estimate:
 
     @property
     def _inner(self) -> int:
-        """The distance between the ranks of adjacent pipeline stages."""
+        """The difference between the ranks of adjacent pipeline stages."""
         return self.layout.tensor * self.layout.context * self.layout.data
 
     def _ring(self, ranks: int, apart: int) -> float:
-        """Return the seconds per byte for passing a tensor once around a ring of ranks that are ``apart``."""
+        """Return the seconds per byte for passing a tensor once around a ring of ranks at distance
+        ``apart``.
+        """
         if ranks == 1:
             return 0.0
         inside = ranks * apart <= self.per_node
@@ -163,7 +171,7 @@ class Estimate:
         return (ranks - 1) / ranks / (speed * REACHED_LINKS)
 
     def _reduced(self) -> float:
-        """Return the seconds that reducing gradients and gathering weights takes in each iteration."""
+        """Return the seconds for reducing gradients and gathering weights in each iteration."""
         layout = self.layout
         ranks = layout.data * layout.context
         back = _HALF if layout.shared else _FULL

@@ -1,4 +1,4 @@
-"""Peak performance of devices according to their data sheets, used only for time estimates."""
+"""List the peak performance of devices according to data sheets, for time estimates only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of device.
+    """Kind of device, with its peak performance.
 
     Attributes:
         flops: the number of dense bf16 operations per second.

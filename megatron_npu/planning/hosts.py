@@ -1,4 +1,4 @@
-"""Processes that have imported what the ranks of a plan import, and that fork for each rank."""
+"""Manage processes that have imported the modules of a plan's ranks and that fork for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _ENDING = 10  # seconds
 
 
 class Hosts:
-    """The hosts of a plan, one per program and environment. They end with ``end`` and with this process."""
+    """Host processes of a plan, one per program and environment.
+
+    They end with ``end`` and with this process.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +34,9 @@ class Hosts:
         told: Mapping[str, object],
         limit: float,
     ) -> tuple[int | None, str]:
-        """Run a rank; return its exit code, or None after ``limit`` seconds, and a dead host's output.
+        """Run a rank.
+
+        Return its exit code, or None after ``limit`` seconds, and the output of a host that died.
 
         Args:
             device: ``npu`` or ``cuda``.
@@ -48,7 +53,7 @@ class Hosts:
         return host.run(told, limit)
 
     def end(self) -> None:
-        """End the hosts, and with them the ranks that still run."""
+        """End the host processes and the ranks that are still running."""
         with self._lock:
             for host in self._hosts.values():
                 host.end()

@@ -1,4 +1,4 @@
-"""The planned job: its command line, its layout, and the ranks that represent all other ranks."""
+"""Describe the planned job: its command line, its layout, and the ranks that represent all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".spl
 
 @dataclass(frozen=True)
 class Job:
-    """A command line and a number of devices.
+    """Command line of a job, and its number of devices.
 
     Attributes:
         devices: the number of devices, with one rank on each.
@@ -78,7 +78,10 @@ class Job:
         )
 
     def number(self, flag: str, default: int) -> int:
-        """Return the value of an integer flag; if it is repeated, the last value applies."""
+        """Return the value of an integer flag.
+
+        If the flag is repeated, the last value applies.
+        """
         value = default
         for at, word in enumerate(self.flags):
             text = self.flags[at + 1] if word == flag and at + 1 < len(self.flags) else None
@@ -151,7 +154,9 @@ class Job:
         return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes(by_batch)}
 
     def classes(self, by_batch: bool = True) -> list[tuple[int, list[int]]]:
-        """Return groups of equivalent ranks with their stage; the first rank of each group is run.
+        """Return groups of equivalent ranks with their stage.
+
+        Only the first rank of each group is run.
 
         Each stage is a group. Where optimizer states or weights are sharded over the data- and
         context-parallel ranks, the ranks with the last shard are a separate group, because padding can make
@@ -169,17 +174,20 @@ class Job:
         return found
 
     def _by_batch(self, ranks: list[int]) -> list[list[int]]:
-        """Separate the ranks that read the data from the ranks that receive it from them."""
+        """Separate the ranks that read data from the ranks to which they send it."""
         reading = [rank for rank in ranks if self.sender(rank) == rank]
         receiving = [rank for rank in ranks if self.sender(rank) != rank]
         return [part for part in (reading, receiving) if part]
 
     def sender(self, rank: int) -> int:
-        """Return the rank that reads the data of a rank: in scripts, the first tensor-parallel rank."""
+        """Return the rank that reads a rank's data.
+
+        In scripts, it is the first tensor-parallel rank.
+        """
         return rank - rank % self.tensor if self.start[0] == "run" else rank
 
     def _last_shards(self) -> list[int]:
-        """Return how many ranks at the end of a stage have the last shard of weights or of experts."""
+        """Return the number of ranks at the end of a stage that have the last shard of weights or experts."""
         if not self.is_sharded:
             return []
         experts = self.number("--expert-model-parallel-size", 1)
@@ -210,7 +218,7 @@ class Job:
 
     @property
     def is_sharded(self) -> bool:
-        """True if data-parallel ranks shard the optimizer states or the weights."""
+        """True if data-parallel ranks shard optimizer states or weights."""
         return any(map(self.has, _SHARDED))
 
     @property
@@ -220,11 +228,11 @@ class Job:
 
     @property
     def reads(self) -> bool:
-        """True if the job reads files that may not match it: a checkpoint, or data."""
+        """True if the job reads files that may be incompatible with it, such as a checkpoint or data."""
         return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
 
     def whole_words(self) -> list[str]:
-        """Return the command line of a rank that reads all of the job's input, and ends before it trains."""
+        """Return the command line of a rank that reads all input of the job and ends before training."""
         job = self.without(*_WRITTEN, *_TOGETHER, "--async-save", "--nproc-per-node")
         job = job.with_flags("--num-workers", "0")
         return [*job.start, *job.flags]
@@ -256,7 +264,7 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the Megatron that parses a script's flags: the script's own checkout, if it is in one."""
+    """Return the Megatron that parses a script's flags: the script's own checkout or the installed one."""
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

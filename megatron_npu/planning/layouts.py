@@ -1,4 +1,6 @@
-"""The possible layouts of a job: combinations of parallel sizes and related options that divide evenly."""
+"""List the possible layouts of a job: combinations of parallel sizes and related options that divide
+evenly.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _LARGEST_MICRO_BATCH = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, micro batch, recomputation, and whether the optimizer states are sharded.
+    """Parallel sizes, micro-batch, recomputation, and whether optimizer states are sharded.
 
     Attributes:
         chunks: the number of model chunks per pipeline stage.
@@ -72,7 +74,10 @@ class Layout:
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout whose sizes divide evenly; tensor-parallel groups stay within a machine."""
+    """Yield each layout whose sizes divide evenly.
+
+    Tensor-parallel groups stay within a machine.
+    """
     batch = job.number("--global-batch-size", 0)
     for tensor, pipeline, context, data in _sizes(job.devices, shape, per_node):
         for expert in _experts(shape, data * context):

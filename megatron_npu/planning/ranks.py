@@ -25,21 +25,24 @@ _LONGEST = 1800  # seconds
 
 
 class _Batches:
-    """The folders of the batches that ranks have broadcast, one for each command line of a rank."""
+    """Folders of the batches that ranks have broadcast, one for each command line."""
 
     def __init__(self) -> None:
         self._folders: dict[tuple[str, ...], tempfile.TemporaryDirectory[str]] = {}
         self._sent: set[tuple[str, int]] = set()
 
     def folder(self, words: Iterable[str]) -> str:
-        """Return the folder of a command line, which is removed at the end of this process."""
+        """Return the folder for a command line.
+
+        It is removed when this process ends.
+        """
         key = tuple(words)
         if key not in self._folders:
             self._folders[key] = tempfile.TemporaryDirectory(prefix="megatron-npu-batches-")
         return self._folders[key].name
 
     def missing(self, folder: str, senders: Iterable[int]) -> list[int]:
-        """Return the ranks among ``senders`` that have not been run with a folder, and note them as run."""
+        """Return the ranks among ``senders`` that have not run with a folder, and record them as run."""
         found = [rank for rank in dict.fromkeys(senders) if (folder, rank) not in self._sent]
         self._sent.update((folder, rank) for rank in found)
         return found
@@ -47,7 +50,7 @@ class _Batches:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where and how ranks are run.
+    """Location and method of running ranks.
 
     Attributes:
         device: ``npu`` or ``cuda``.
@@ -74,12 +77,12 @@ class Ranks:
 
     @property
     def by_batch(self) -> bool:
-        """True if ranks that receive their batches are run, for which what they receive must be known."""
+        """True if ranks that receive their batches are run, for which the batches must be known."""
         return self.device == "npu"
 
     @classmethod
     def on(cls, device: str, per_node: int = 8) -> Ranks:
-        """Prepare a device, with ``per_node`` of them on each machine.
+        """Prepare the simulation of a device, with ``per_node`` devices on each machine.
 
         Raises:
             UsageError: the device cannot be prepared here.
@@ -150,7 +153,7 @@ class Ranks:
             return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
 
     def _place_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
-        """Return the variables that tell a rank which one it is."""
+        """Return the environment variables that define a rank."""
         place = {
             "RANK": number,
             "LOCAL_RANK": number % self.per_node,

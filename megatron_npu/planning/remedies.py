@@ -1,4 +1,4 @@
-"""Flags that reduce memory, cheapest first; each of them is tried on the rank with the highest peak."""
+"""Try flags that reduce memory on the rank with the highest peak, cheapest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
-    """Yield growing sets of flags with the resulting job; flags that cost time come last."""
+    """Yield growing sets of flags with the resulting job.
+
+    Flags that cost time come last.
+    """
     if job.family == TRAIN:
         yield from _of_train(job)
         return
@@ -49,7 +52,7 @@ def _of_train(job: Job) -> Iterator[tuple[list[str], Job]]:
 def found(
     job: Job, needed: Callable[[Job], int | None], memory: int
 ) -> tuple[tuple[list[str], int] | None, list[str]]:
-    """Return the first flags that make a job fit, with the bytes that it then needs, and all flags tried.
+    """Return the first flags with which a job fits, the bytes that it then needs, and all flags tried.
 
     Args:
         needed: returns the bytes that the rank with the highest peak needs, or None if the job cannot train.

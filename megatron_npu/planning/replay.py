@@ -22,12 +22,12 @@ _ROUND_LARGE = 2 << 20
 
 
 class DeviceFullError(RuntimeError):
-    """Raised when the device has no memory left."""
+    """Raised when the simulated device has no memory left."""
 
 
 @dataclass(eq=False)
 class Block:
-    """A part of a segment.
+    """Part of a memory segment.
 
     Attributes:
         address: its start address.
@@ -46,7 +46,7 @@ class Block:
 
 
 class Allocator:
-    """The simulated allocator of one device.
+    """Simulated allocator of one device.
 
     Args:
         limit: the maximum number of bytes of all segments. If None, memory is unlimited.
@@ -100,7 +100,7 @@ class Allocator:
         self._add(block)
 
     def empty_cache(self) -> None:
-        """Release the segments that contain no used blocks."""
+        """Release the segments that have no used blocks."""
         for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
             self._remove(block)
             self.reserved -= block.size
@@ -108,7 +108,7 @@ class Allocator:
             self._note("segment_free", block.address, block.size)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return the segments and their blocks in the format of torch's snapshots."""
+        """Return the segments and their blocks in the format of torch's memory snapshots."""
         found: dict[int, dict[str, Any]] = {
             address: {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": []}
             for address, size in sorted(self._segments.items())

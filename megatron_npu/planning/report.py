@@ -1,4 +1,4 @@
-"""The report of a plan: one line per kind of rank, the largest rank's communication, whether the job fits."""
+"""Format the report of a plan: a line per kind of rank, communication, and whether the job fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST, _GROUPS = 4, 9  # lines of ranks at least, and of process groups at mos
 
 @dataclass
 class Row:
-    """A group of equivalent ranks.
+    """Group of equivalent ranks, with the measurements of one of them.
 
     Attributes:
         rank: the rank that was run.
@@ -49,13 +49,15 @@ class Row:
 
     @property
     def needed(self) -> int:
-        """The bytes of device memory that are counted."""
+        """The bytes of device memory that the rank needs."""
         return self.found["reserved"] + self.buffers
 
 
 @dataclass
 class Plan:
-    """The results of planning a job; ``lines`` returns the printed report.
+    """Results of planning a job.
+
+    ``lines`` returns the printed report.
 
     Attributes:
         routed: multiples of an even share of the tokens, each with the bytes that the fullest rank then
@@ -81,7 +83,7 @@ class Plan:
 
     @property
     def endless(self) -> Row | None:
-        """The first rank that requested more memory than a process can reserve on this machine."""
+        """The first rank that requested more memory than a process can reserve on this machine, or None."""
         return next((row for row in self.rows if row.found.get("out_of_memory")), None)
 
     @property
@@ -110,7 +112,10 @@ class Plan:
         return [*said, *self._table(_LINES - len(said) - len(below)), *below]
 
     def _table(self, most: int) -> list[str]:
-        """Return a line for each kind of rank, for the fullest ones if that is more than ``most`` lines."""
+        """Return a line for each kind of rank.
+
+        If there are more than ``most``, return those of the fullest ranks.
+        """
         titles = "stage alike weights gradients optimizer activations logits peak reserved comm.".split()
         shown = self.rows
         if len(shown) + 1 > most:
@@ -150,7 +155,7 @@ class Plan:
         return lines
 
     def _buffers(self, row: Row) -> str:
-        """Return what communicators take besides the memory of torch's allocator."""
+        """Describe the memory of communicators, which torch's allocator does not manage."""
         groups = row.found.get("groups", {}).values()
         if self.device == "cuda":
             count = sum(group["ranks"] > 1 for group in groups)
@@ -181,7 +186,7 @@ class Plan:
         return lines
 
     def _asked(self) -> list[str]:
-        """Return a report of the program lines that read values which were not computed."""
+        """Report the program lines that read values which were not computed."""
         asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
         if not asked:
             return []
@@ -261,7 +266,10 @@ class Plan:
 
 
 def _line(rank: object, cells: Sequence[object], place: str) -> str:
-    """Return a line of the table; the first two cells are counts, the others sizes."""
+    """Return a line of the table.
+
+    The first two cells are counts, and the others are sizes.
+    """
     text = "".join(f"{cell:>{12 if at > 1 else 7}}" for at, cell in enumerate(cells))
     return f"{rank:>6}{text}  {place}"
 

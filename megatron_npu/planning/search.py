@@ -1,4 +1,4 @@
-"""Search for a job's layout: enumerate layouts, filter them by closed-form estimates, dry-run the best."""
+"""Search for a job's layout: enumerate layouts, filter them by estimates, and dry-run the best."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a li
 
 @dataclass(frozen=True)
 class Found:
-    """A layout after its dry run.
+    """Layout with the result of its dry run.
 
     Attributes:
         needed: the bytes that its largest rank needs; None if it did not train.
@@ -72,7 +72,7 @@ class Search:
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, needed: Callable[[Job], tuple[int | None, str]]) -> tuple[list[Found], list[str]]:
-        """Return the layouts for which a dry run was made, fastest that fits first, and the lines to print.
+        """Return the tested layouts, fastest that fits first, and the lines to print.
 
         Args:
             needed: returns the bytes that a job's largest rank needs, or None and the reason why it did not
@@ -131,7 +131,7 @@ class Search:
 
 
 def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Drop layouts that need at least as much memory and time as another one with the same parallel sizes."""
+    """Drop layouts for which another layout with the same parallel sizes needs no more memory and time."""
     best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
     for each in estimates:
         key = (*_sizes(each.layout), each.layout.micro_batch)

@@ -1,4 +1,4 @@
-"""The model of a job, as far as the command line defines its size and computation."""
+"""Describe a job's model as far as the command line defines its size and computation."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The built-in trainer: GPT pre-training on megatron-core's public API, with Megatron's own flags."""
+"""Implement the built-in trainer, which pre-trains GPT on megatron-core's public API with Megatron's
+flags.
+"""

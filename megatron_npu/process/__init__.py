@@ -1,1 +1,1 @@
-"""Helpers for the process itself: its signals, stacks and exit, and what its children inherit."""
+"""Manage the process itself: signals, stack traces, exit, and the environment of child processes."""

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Description of how to build a library.
+    """Describe how to build a C++ library.
 
     Attributes:
         folder: the folder in which the library is stored.
@@ -50,12 +50,15 @@ class Recipe:
     without: str
 
     def remedy(self, first: str) -> str:
-        """Return an instruction, followed by how to run without the library."""
+        """Return the remedy for a build error.
+
+        After the given instruction, it states how to run without the library.
+        """
         return f"{first}, or {self.without}"
 
 
 def load(recipe: Recipe) -> ctypes.CDLL:
-    """Return a library; compile it first if there is none for this source, compiler and processor.
+    """Load a library, and compile it first if no build exists for this source, compiler and processor.
 
     Raises:
         UsageError: there is no compiler, it fails or takes too long, the cache is not writable or not private
@@ -94,7 +97,10 @@ def _compiler(recipe: Recipe) -> Path:
 
 
 def _key(recipe: Recipe, compiler: Path) -> str:
-    """Return a digest of everything that affects the compiled library, because machines may share a cache."""
+    """Return a digest of everything that affects the compiled library.
+
+    Machines may share one cache.
+    """
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*recipe.sources, *recipe.headers)))
     digest.update(repr((recipe.flags, recipe.links, _processor())).encode())
     status = compiler.stat()  # instead of --version, which would take longer than all the rest
@@ -121,7 +127,10 @@ def _require_executable(recipe: Recipe, folder: int) -> None:
 
 
 def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None, str]:
-    """Return the library, or None and the reason: it is missing, truncated or built for another machine."""
+    """Load a compiled library.
+
+    Return None and the reason if it is missing, truncated or built for another machine.
+    """
     path = recipe.folder / name
     descriptor = user_cache.opened_file(folder, path, recipe.remedy(f"Remove {path}"))
     if descriptor is None:
@@ -136,7 +145,10 @@ def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None,
 
 
 def _build(recipe: Recipe, compiler: Path, folder: int, name: str) -> None:
-    """Compile to a temporary name, and rename the finished library; also remove unused libraries."""
+    """Compile to a temporary file and rename it to the library's name.
+
+    Unused libraries are removed as well.
+    """
     _logger.info("compiling %s", recipe.folder / name)
     try:
         stream, partial = tempfile.mkstemp(".partial", f"{name}.", recipe.folder)

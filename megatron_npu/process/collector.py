@@ -13,7 +13,7 @@ _resting = False
 
 
 def rest() -> None:
-    """Stop the collector until :func:`resume`, if this process has not imported torch yet.
+    """Stop Python's garbage collector until :func:`resume` is called, unless torch is already imported.
 
     Other processes, such as a test's, may contain objects that can become garbage.
     """
@@ -24,7 +24,7 @@ def rest() -> None:
 
 
 def resume() -> None:
-    """Restart the collector if :func:`rest` stopped it; existing objects are not scanned again."""
+    """Restart the garbage collector if :func:`rest` stopped it, without scanning existing objects again."""
     global _resting
     if _resting:
         gc.freeze()

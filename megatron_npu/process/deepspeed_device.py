@@ -52,6 +52,6 @@ def compile_nothing() -> None:
 
 
 def harmless() -> list[Any]:
-    """Return the classes that torch may construct when it reads DeepSpeed's checkpoints."""
+    """Return the classes that torch is allowed to construct when it reads DeepSpeed checkpoints."""
     names = (name.rpartition(".") for name in _HOLDERS)
     return [getattr(importlib.import_module(module), kind) for module, _, kind in names]

@@ -14,7 +14,9 @@ _LOOKS = 10
 
 
 def find() -> psutil.Process | None:
-    """Return the nearest ancestor that is not part of the run; shells between it and the rank are skipped.
+    """Return the nearest ancestor process that is not part of the run.
+
+    Shells between the launcher and the rank are skipped.
 
     If the agent has ended, this is the process that adopted its ranks (``has_gone``). The result is None if
     no launcher, or an unknown one, started this process, or if processes cannot be inspected.
@@ -42,7 +44,7 @@ def _is_of(run: str, process: psutil.Process) -> bool:
 
 
 def has_gone() -> bool:
-    """Return True if the agent that started this process has ended.
+    """Return True if the launcher that started this process has exited.
 
     Its ranks then belong to init or an equivalent process, which has not loaded torch.
     """

@@ -21,7 +21,10 @@ _replaced = Replaced()
 
 
 def watch() -> None:
-    """Make ``torch.multiprocessing.spawn`` warn if it starts no process; a second call has no effect."""
+    """Make ``torch.multiprocessing.spawn`` warn if it starts no process.
+
+    A second call has no effect.
+    """
     module = sys.modules.get("torch.multiprocessing")
     if module is None or _replaced:
         return
@@ -43,5 +46,5 @@ def watch() -> None:
 
 
 def leave() -> None:
-    """Restore torch's function."""
+    """Restore the original ``torch.multiprocessing.spawn``."""
     _replaced.undo()

@@ -17,7 +17,7 @@ _PROCESSES = Path("/proc")
 
 
 def folder() -> Path:
-    """Return the folder in which torch compiles this user's extensions.
+    """Return the folder in which torch compiles this user's C++ extensions.
 
     This function corresponds to ``cpp_extension._get_build_directory``.
     """
@@ -27,7 +27,9 @@ def folder() -> Path:
 
 
 def stale(place: Path | None = None) -> list[Path]:
-    """Return the locks that no process on this machine holds; empty if this cannot be determined.
+    """Return the lock files that no process on this machine holds open.
+
+    The result is empty if this cannot be determined.
 
     Args:
         place: the cache folder. If None, that of this user.
@@ -41,7 +43,7 @@ def stale(place: Path | None = None) -> list[Path]:
 
 
 def remove_stale(speaker: str) -> list[Path]:
-    """Remove stale locks from this user's cache, log this on stderr, and return them.
+    """Remove stale lock files from this user's extension cache, log the removal on stderr, and return them.
 
     Among the processes that a launcher starts on a machine, only the first does this.
 
@@ -61,7 +63,7 @@ def remove_stale(speaker: str) -> list[Path]:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Return the device and inode of the files that processes have open, where this user may see them."""
+    """Return the device and inode numbers of the files that processes visible to this user have open."""
     found = set()
     for link in _PROCESSES.glob("[0-9]*/fd/*"):
         identity = _identity(link)

@@ -1,4 +1,6 @@
-"""The folder for torch.compile's graphs: C++ and pickles that torch loads without checking their owner.
+"""Select a private folder for the graphs of torch.compile.
+
+They contain C++ code and pickles, which torch loads without checking their owner.
 
 torch's default folder, ``/tmp/torchinductor_USER``, can be created first by any user. Importing
 ``torch._dynamo`` (an optimizer does) creates it and sets the variable, so ours is set before that.
@@ -20,7 +22,7 @@ _HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def claim() -> Path:
-    """Make torch store its graphs in a folder that only this user can write to (mode 0700); return it.
+    """Make torch store its compiled graphs in a private folder (mode 0700), and return the folder.
 
     A folder that the user named is used if the user owns it. torch's own folder in /tmp, which its import
     writes into the variable, is ignored. Without a writable home, the folder is in the temporary directory
@@ -56,12 +58,17 @@ def _default() -> Path:
 
 
 def _cannot_be_made(error: UsageError) -> bool:
-    """Return True if the error means that there is no writable home, rather than a wrong owner."""
+    """Return True if the error means that the home directory is missing or read-only.
+
+    A wrong owner is another error.
+    """
     return error.given.startswith("no home folder") or isinstance(error.__cause__, OSError)
 
 
 def _open(folder: Path, remedy: str) -> Path:
-    """Create the folder if missing, and check that no other user can change it; return its resolved path."""
+    """Create the folder if it is missing, check that no other user can change it, and return its resolved
+    path.
+    """
     folder = Path(os.path.realpath(folder))
     with user_cache.opened(folder, remedy) as descriptor:
         if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):

@@ -1,4 +1,4 @@
-"""Prevent Ctrl-C from being lost, and make SIGTERM end a command as Ctrl-C does.
+"""Make Ctrl-C reliable, and make SIGTERM end a command in the same way as Ctrl-C.
 
 Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks.
 """
@@ -26,7 +26,7 @@ class TerminatedError(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Send SIGINT to the main thread again if Python dropped a KeyboardInterrupt inside the block.
+    """Resend SIGINT to the main thread if Python dropped a KeyboardInterrupt inside the block.
 
     Otherwise, such a Ctrl-C only prints two lines to stderr ("Exception ignored in"), and the run continues.
     """
@@ -54,7 +54,8 @@ def _send_again(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def termination_heard() -> Iterator[None]:
-    """Raise ``TerminatedError`` on SIGTERM inside the block, so that files and processes are cleaned up.
+    """Raise ``TerminatedError`` on SIGTERM inside the block, so that files and child processes are cleaned
+    up.
 
     A second SIGTERM has its former effect.
     """
@@ -75,7 +76,7 @@ def termination_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer any SIGINT received inside the block until the block exits, even if it raises an error.
+    """Defer every SIGINT that arrives inside the block until the block exits, even if it raises an error.
 
     A signal that arrives during a fork would be lost. A process forked inside the block starts with a handler
     that only records the signal.

@@ -1,4 +1,4 @@
-"""Write a rank's error line to the file that torchrun shows as the root cause.
+"""Write a rank's error line to the file that torchrun reads to report the root cause.
 
 torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints the content of the file, normally
 written by torch's ``record`` decorator, under "Root Cause". Without the file, torchrun prints a link to its
@@ -18,7 +18,10 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell(line: str) -> None:
-    """Write the line for torchrun if it started this process; a file with another error is not changed."""
+    """Write the error line for torchrun if torchrun started this process.
+
+    A file that already contains another error is not changed.
+    """
     file = os.environ.get(_FILE)
     if not file or (os.path.exists(file) and not _is_of(line, file)):
         return
@@ -28,7 +31,7 @@ def tell(line: str) -> None:
 
 
 def _is_of(line: str, file: str) -> bool:
-    """Return True if the decorator has already written the line's error, as ``Kind: message``."""
+    """Return True if torchrun's decorator has already written this error, as ``Kind: message``."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, encoding="utf-8") as stream:
             told = json.load(stream)["message"]["message"].partition(": ")[2]

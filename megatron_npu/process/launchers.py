@@ -1,4 +1,6 @@
-"""Determine this process's rank for any launcher; no other module reads the launchers' variables.
+"""Determine this process's rank for any launcher.
+
+No other module reads the launchers' environment variables.
 
 All other modules read torchrun's names: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT. ``settle`` sets these for processes of Slurm or MPI. Kubernetes operators (PyTorchJob, Volcano,
@@ -39,7 +41,7 @@ _WAIT, _SAY, _PAUSE = 900.0, 30.0, 1.0  # seconds for the rank table, between tw
 
 @dataclass(frozen=True)
 class Task:
-    """One of several processes started by a launcher.
+    """One process of a group of processes that a launcher started.
 
     Attributes:
         launcher: the launcher's name.
@@ -62,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Machine:
-    """One of several machines or pods started by an operator.
+    """One machine or pod of a group that a Kubernetes operator started.
 
     Attributes:
         launcher: the variables that identify the operator.
@@ -80,7 +82,8 @@ class Machine:
 
 
 def settle(argv: Sequence[str]) -> None:
-    """Set torchrun's variables for this process, regardless of its launcher. A second call has no effect.
+    """Set torchrun's environment variables for this process, whichever launcher started it. A second call has
+    no effect.
 
     Args:
         argv: the command and its arguments.
@@ -103,7 +106,10 @@ def settle(argv: Sequence[str]) -> None:
 
 
 def _is_told() -> bool:
-    """Return True if torchrun's variables specify the rank, as set by DeepSpeed's launcher and accelerate."""
+    """Return True if torchrun's variables already specify the rank.
+
+    DeepSpeed's launcher and accelerate set these variables.
+    """
     return all(
         digits.number(os.environ.get(name, "")) is not None for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     )
@@ -136,7 +142,10 @@ def _settle_task(command: str) -> None:
 
 
 def _of_slurm() -> Task | None:
-    """Return the task of an ``srun`` step, or None in a batch script and in a step with a single task."""
+    """Return the task of an ``srun`` step.
+
+    Return None in a batch script and in a step with a single task.
+    """
     tasks = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return None
@@ -156,7 +165,7 @@ def _of_slurm() -> Task | None:
 
 
 def _tasks_of(per_node: str, node: int) -> int:
-    """Return the number of tasks on a node, where ``4(x2),2`` means 4, 4 and 2."""
+    """Return the number of tasks on a node from Slurm's notation, in which ``4(x2),2`` means 4, 4 and 2."""
     counts: list[int] = []
     for word in per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
@@ -170,7 +179,7 @@ def _tasks_of(per_node: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu[03-07,9],login1`` starts with gpu03."""
+    """Return the first host of a Slurm node list, such as gpu03 for ``gpu[03-07,9],login1``."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0])  # type: ignore[index]
 
 
@@ -185,7 +194,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task started by MPICH's or Intel's mpiexec, or None if neither started this process."""
+    """Return the task that MPICH's or Intel's mpiexec started, or None for other launchers."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
@@ -196,7 +205,9 @@ def _of_hydra() -> Task | None:
 
 
 def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
-    """Return a task. MPI provides no addresses, so the address is known only on a single machine."""
+    """Return the description of an MPI process. MPI provides no addresses, so the master address is known
+    only on a single machine.
+    """
     address = "127.0.0.1" if ranks == locals_ else None
     return Task(launcher, rank, ranks, local, locals_, rank // locals_, address, zlib.crc32(job.encode()))
 
@@ -205,7 +216,7 @@ def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job:
 
 
 def _of_trainer() -> Machine | None:
-    """Return the machine from the variables that Kubeflow's Trainer (or PyTorchJob) sets for torchrun."""
+    """Return the machine that Kubeflow's Trainer or PyTorchJob describes in its variables for torchrun."""
     if "PET_NNODES" not in os.environ:
         return None
     address = os.environ.get("PET_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
@@ -217,7 +228,7 @@ def _of_trainer() -> Machine | None:
 
 
 def _of_operator() -> Machine | None:
-    """Return the machine that an operator numbers with the ranks' variables, or None if there is none.
+    """Return the machine described by an operator that uses the ranks' variables to number machines, or None.
 
     If LOCAL_RANK is a number, RANK is the rank of a process. AscendJob sets it to a list of the pod's NPUs.
     """
@@ -232,7 +243,9 @@ def _of_operator() -> Machine | None:
 
 
 def _pods(npus: int, each: int) -> int:
-    """Return the number of pods of an AscendJob, whose WORLD_SIZE counts NPUs.
+    """Return the number of pods of an AscendJob.
+
+    The job's WORLD_SIZE counts NPUs.
 
     Raises:
         UsageError: the job's numbers contradict each other.
@@ -282,18 +295,21 @@ def _meet_at(machine: Machine) -> None:
 
 
 def _trains(argv: Sequence[str]) -> bool:
-    """Return True if a command line starts training; scripts are recognized by Megatron's naming."""
+    """Return True if a command line starts training.
+
+    Scripts are recognized by Megatron's naming scheme.
+    """
     script = next((Path(word).name for word in argv[1:] if word.endswith(".py")), "")
     return argv[0] == "pretrain" or script.startswith(("pretrain", "finetune", "train"))
 
 
 def _devices() -> int:
-    """Return the pod's number of NPUs or GPUs, from their device files, because torch is not imported yet."""
+    """Count the pod's NPUs or GPUs by their device files, because torch is not imported yet."""
     return len(glob.glob("/dev/davinci[0-9]*")) or len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _be_alone(command: str, machine: Machine) -> None:
-    """Run a command typed in a pod's shell as a single process, apart from the job on the other machines."""
+    """Run a command typed in a pod's shell as a single process that does not join the distributed job."""
     for name in RANKS:
         os.environ.pop(name, None)
     if machine.count > 1:
@@ -304,7 +320,9 @@ def _be_alone(command: str, machine: Machine) -> None:
 
 
 def _wait_for_table() -> None:
-    """Wait until AscendJob's rank table is complete, because it is written while pods start.
+    """Wait until the rank table of an AscendJob is complete.
+
+    The table is written while pods start.
 
     Raises:
         UsageError: the table is still incomplete after a long wait.
@@ -331,7 +349,10 @@ def _wait_for_table() -> None:
 
 
 def _status(path: Path) -> str | None:
-    """Return the status field of a rank table, or ``initializing`` if the file is still being written."""
+    """Return the status field of a rank table.
+
+    The result is ``initializing`` while the file is being written.
+    """
     with contextlib.suppress(OSError):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -342,7 +363,7 @@ def _status(path: Path) -> str | None:
 
 
 def _require_address() -> None:
-    """Check that ranks have a rendezvous address.
+    """Check that the launcher provides a rendezvous address for the ranks.
 
     Raises:
         UsageError: there are several ranks and MASTER_ADDR is not set.

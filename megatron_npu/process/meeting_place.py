@@ -1,4 +1,4 @@
-"""Wait for the store of a run at MASTER_ADDR:MASTER_PORT, and explain why it cannot be reached.
+"""Wait for the rendezvous store at MASTER_ADDR:MASTER_PORT, and explain why it cannot be reached.
 
 A wrong address looks like a first machine that has not started yet: torch retries both for ten to fifteen
 minutes, and logs only C++ messages. Here a line every 20 seconds states the address, the number of attempts,
@@ -29,12 +29,12 @@ _WRONG = 60.0  # seconds, if the address seems wrong; the name of a new pod may 
 
 
 class NoAnswerError(UsageError):
-    """Raised when a store cannot be reached in time."""
+    """Raised when a rendezvous store cannot be reached in time."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The address of a run's store, and who waits for it.
+    """Describe the address of a run's rendezvous store and the process that waits for it.
 
     Attributes:
         who: the rank or machine that waits, with its host name.
@@ -58,12 +58,12 @@ class Place:
 
 
 def patience_for_others(told: float = 0.0) -> float:
-    """Return for how many seconds the first machine waits for the others, if told ``Place.patience``."""
+    """Return how many seconds the first machine waits for the other machines."""
     return _given() or max(_LIMIT, told)
 
 
 def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -> _T:
-    """Return what ``connect`` returns, as soon as something answers at the address.
+    """Call ``connect`` as soon as a server answers at the address, and return its result.
 
     Args:
         place: the address.
@@ -104,7 +104,7 @@ def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -
 
 
 def joined(place: Place, missing: Callable[[], str]) -> None:
-    """Wait on the machine that serves the store until the others have come.
+    """Wait on the machine that serves the store until all other machines have joined.
 
     Args:
         place: the address of the store.
@@ -130,7 +130,7 @@ def joined(place: Place, missing: Callable[[], str]) -> None:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Return whether a host name or address belongs to this machine."""
+    """Return True if a host name or address belongs to this machine."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
@@ -140,7 +140,7 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def answers(host: str, port: int) -> bool:
-    """Return whether a server accepts connections at an address."""
+    """Return True if a server accepts connections at an address."""
     return not _refusal(host, port)
 
 
@@ -150,7 +150,7 @@ def _given() -> float | None:
 
 
 def _refusal(host: str, port: int) -> str:
-    """Return why a connection fails, or an empty string if it succeeds."""
+    """Return the reason why a connection fails, or an empty string if it succeeds."""
     try:
         socket.create_connection((host, port), timeout=_TRY).close()
     except socket.gaierror as error:
@@ -172,7 +172,7 @@ def _resolved(host: str) -> str:
 
 
 def _hint(place: Place) -> tuple[str, float]:
-    """Return what is known to be wrong with the address, and for how long to wait then."""
+    """Return a known problem with the address, and the number of seconds to wait in that case."""
     own = is_of_this_machine(place.host)
     if place.serves:
         return ("" if own else "; it is not an address of this machine, which serves the store"), _WRONG

@@ -1,4 +1,4 @@
-"""Print a user error as one line at the end of the process, even outside this project's commands.
+"""Print a user error as a single line when the process ends, even outside this project's commands.
 
 ``megatron-npu`` catches these errors itself. With torch's entry point or ``import megatron_npu``, they reach
 the interpreter, which would print a long traceback.
@@ -21,7 +21,9 @@ def arm(
     *kinds: type[BaseException],
     traced: Callable[[BaseException], bool] | None = None,
 ) -> OneLineEnd:
-    """Print errors of these kinds as one line when they end the process; pass others to the previous hook.
+    """Install an exception hook that prints errors of these kinds as one line.
+
+    Other errors are passed to the previous hook.
 
     A second call adds its kinds to the hook, and replaces ``traced`` if it is given.
 
@@ -43,13 +45,13 @@ def arm(
 
 
 def disarm() -> None:
-    """Restore the previous hook, unless other code has installed its own since."""
+    """Restore the previous exception hook, unless other code has installed its own hook in the meantime."""
     if isinstance(sys.excepthook, OneLineEnd):
         sys.excepthook.disarm()
 
 
 class OneLineEnd:
-    """The exception hook.
+    """Exception hook that prints user errors as one line.
 
     Args:
         mistake, others, traced: see ``arm``.
@@ -67,13 +69,18 @@ class OneLineEnd:
         self.armed = True
 
     def disarm(self) -> None:
-        """Restore the previous hook; if other code installed its hook in front, only pass errors on."""
+        """Restore the previous exception hook.
+
+        If other code has installed its hook in front of this one, this hook only passes errors on.
+        """
         self.armed = False
         if sys.excepthook is self:
             sys.excepthook = self.former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print one line, or call the previous hook.
+        """Print a user error as one line.
+
+        Other errors are passed to the previous hook.
 
         Raises:
             SystemExit: the error is a user error.

@@ -1,4 +1,4 @@
-"""Start Python programs that find this package and do not import modules from the working directory.
+"""Start Python child processes that find this package and ignore modules in the working directory.
 
 For ``-m`` and ``-c``, Python searches the working directory first, which another user may control.
 """
@@ -51,7 +51,7 @@ def search_path() -> str:
 
 
 def search_first(folder: str) -> None:
-    """Search for modules in a script's folder first, as the interpreter does for a script.
+    """Put a script's folder first on the module search path, as the interpreter does for scripts.
 
     The working directory is removed from the front of the search path.
     """
@@ -59,5 +59,5 @@ def search_first(folder: str) -> None:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment for a child, with additional variables."""
+    """Return this process's environment with additional variables, for a child process."""
     return {**os.environ, "PYTHONPATH": search_path(), **variables}

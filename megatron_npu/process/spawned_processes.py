@@ -1,4 +1,4 @@
-"""Patch processes that ``multiprocessing`` spawns, which start with a new interpreter.
+"""Run this project's statements in processes that ``multiprocessing`` spawns with a new interpreter.
 
 A spawned child runs the main script again under another name, so it imports Megatron. Examples are writers of
 asynchronous checkpoints, their result server, and data-loader workers. If the package is installed, torch's
@@ -24,14 +24,14 @@ _FLAGS = "_args_from_interpreter_flags"
 
 
 def run_first(statement: str) -> None:
-    """Make every child that is spawned from now on run a statement before its own code."""
+    """Make every child process that is spawned later run a statement before its own code."""
     statements = arm().statements
     if statement not in statements:
         statements.append(statement)
 
 
 def arm() -> _Command:
-    """Make every child that is spawned from now on import this package first, from the same place as here.
+    """Make every child process that is spawned later import this package first, from the same location.
 
     A second call has no effect.
 
@@ -48,7 +48,7 @@ def arm() -> _Command:
 
 
 def disarm() -> None:
-    """Restore Python's way of spawning children."""
+    """Restore Python's original method of spawning child processes."""
     flags = getattr(multiprocessing.util, _FLAGS)
     if isinstance(flags, _Flags):
         setattr(multiprocessing.util, _FLAGS, flags.original)
@@ -58,7 +58,9 @@ def disarm() -> None:
 
 
 class _Flags:
-    """Return Python's flags for a child's interpreter, plus ``-P``; a child gets its parent's path anyway.
+    """Return Python's interpreter flags for a child process, with ``-P`` added.
+
+    The child receives its parent's module search path separately.
 
     Args:
         original: Python's function.
@@ -73,7 +75,7 @@ class _Flags:
 
 
 class _Command:
-    """Python's ``get_command_line``, with our statements at the start of the child's command.
+    """Replace Python's ``get_command_line`` with a version that runs additional statements first.
 
     Args:
         original: Python's function.

@@ -10,7 +10,9 @@ from types import FrameType
 
 
 def print_on_signal() -> bool:
-    """Print the stacks of all threads to stderr on SIGUSR1; the run continues.
+    """Install a SIGUSR1 handler that prints the stacks of all threads to stderr.
+
+    The run continues.
 
     Without this handler, the signal ends the process. If the program handles the signal itself, now or later,
     its handler takes precedence.
@@ -31,7 +33,7 @@ def print_on_signal() -> bool:
 
 
 def leave_signal() -> None:
-    """Undo ``print_on_signal``, unless the program has installed its own handler."""
+    """Undo ``print_on_signal``, unless the program has installed its own handler since then."""
     usr1 = getattr(signal, "SIGUSR1", None)
     if usr1 is None or not _is_free(usr1):
         return
@@ -46,7 +48,7 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing; ``signal.set_wakeup_fd`` requires a Python-level handler to notify a thread."""
+    """Do nothing. ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed."""
 
 
 def print_now() -> None:

@@ -1,4 +1,6 @@
-"""Report a torchrun that waits for a machine: it logs only C++ messages, for up to fifteen minutes.
+"""Log which machine torchrun is waiting for.
+
+By itself, torchrun logs only C++ messages for up to fifteen minutes.
 
 torchrun imports torch, and torch's entry point imports this package, before ranks exist. If torchrun will
 start this package's commands on several machines, a thread connects to the address that torchrun was given,
@@ -31,14 +33,19 @@ _PAUSE = 1.0
 
 
 def watch() -> None:
-    """Start the thread if this process is such a torchrun. A second call has no effect."""
+    """Start the reporting thread if this process is a torchrun that waits for machines. A second call has no
+    effect.
+    """
     words = _options(sys.orig_argv)
     if words and not any(thread.name == _THREAD for thread in threading.enumerate()):
         threading.Thread(target=_wait, args=(words,), name=_THREAD, daemon=True).start()
 
 
 def _options(command: Sequence[str]) -> list[str]:
-    """Return torchrun's own words, if a command line is torchrun's and starts this package; else nothing."""
+    """Return torchrun's own options if the command line starts this package with torchrun.
+
+    Otherwise the result is empty.
+    """
     launcher = next((n for n, word in enumerate(command) if Path(word).name in _LAUNCHERS), None)
     program = next((n for n, word in enumerate(command) if Path(word).name in _PROGRAMS), None)
     if launcher is None or program is None or program < launcher:
@@ -63,7 +70,11 @@ def _wait(words: Sequence[str]) -> None:
 
 
 def _has_started_ranks() -> str:
-    """Return which machines are missing; empty once torchrun has started its ranks, because all have come.
+    """Describe the machines that torchrun still waits for.
+
+    The result is empty once torchrun has started its ranks.
+
+    The result is empty once torchrun has started its ranks.
 
     Other children, such as those of torch_npu, do not have the ranks' variables.
     """
@@ -77,7 +88,10 @@ def _has_started_ranks() -> str:
 
 
 def _place(words: Sequence[str]) -> meeting_place.Place | None:
-    """Return the address at which several machines meet; None on a single machine, or for another way."""
+    """Return the rendezvous address of a job on several machines.
+
+    Return None on a single machine and for other rendezvous backends.
+    """
     count, backend = _value(words, "nnodes", "1").rpartition(":")[2], _value(words, "rdzv-backend", "static")
     if (digits.number(count) or 0) < 2 or "--standalone" in words:
         return None
@@ -99,14 +113,17 @@ def _place(words: Sequence[str]) -> meeting_place.Place | None:
 
 
 def _patience(words: Sequence[str]) -> float:
-    """Return the longest wait in ``--rdzv-conf``, such as ``join_timeout=1800``, or 0."""
+    """Return the longest wait in seconds that ``--rdzv-conf`` specifies (``join_timeout=1800``), or 0."""
     pairs = (pair.partition("=") for pair in _value(words, "rdzv-conf", "").split(","))
     waits = (value.strip() for name, _, value in pairs if name.strip() in _TIMEOUTS)
     return float(max((digits.number(wait) or 0 for wait in waits), default=0))
 
 
 def _value(words: Sequence[str], name: str, default: str) -> str:
-    """Return the value of an option, which torchrun also reads from ``PET_…`` and spells with - or _."""
+    """Return the value of a torchrun option.
+
+    torchrun also reads ``PET_…`` variables, and accepts both - and _ in names.
+    """
     found = os.environ.get(f"PET_{name.replace('-', '_').upper()}", default)
     for number, word in enumerate(words):
         option, _, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Private folders of this user from which code is loaded, to which no other user can write.
+"""Manage private cache folders from which code is loaded and to which no other user can write.
 
 A folder is opened and checked, files are opened relative to it, and the loader receives the open file, so
 that replacing a name in between has no effect. A library ends with a digest of its content, so that a
@@ -38,7 +38,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file s
 
 
 def root() -> Path:
-    """Return this project's folder in the user's cache; it may not exist.
+    """Return this project's folder in the user's cache, which may not exist.
 
     It is the folder that ``platformdirs`` returns on Linux, without that dependency.
 
@@ -58,7 +58,9 @@ def root() -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
-    """Open a private folder to which only this user can write, created with mode 0700 if it is missing.
+    """Open a folder to which only this user can write.
+
+    A missing folder is created with mode 0700.
 
     Args:
         path: the folder.
@@ -82,7 +84,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 
 
 def require_own_path(folder: Path, remedy: str) -> None:
-    """Check that no other user can put another folder in the place of a private one.
+    """Check that no other user can replace a private folder with another one.
 
     Use it for folders that other programs open by their path instead of by a descriptor.
 
@@ -105,7 +107,9 @@ def require_own_path(folder: Path, remedy: str) -> None:
 
 
 def _unmapped() -> int:
-    """Return the user id that a container shows for unmapped users, such as its machine's root."""
+    """Return the user id that a container shows for users outside its user namespace, such as the host's
+    root.
+    """
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -113,7 +117,7 @@ def _unmapped() -> int:
 
 
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
-    """Return the error for a cache folder that the file system rejects."""
+    """Return the error for a cache folder that the file system cannot use."""
     return UsageError(
         f"the cache {path} cannot be used ({error.strerror or error}); it must be a directory that this "
         "user can create and write to",
@@ -136,7 +140,9 @@ def _require_own(path: Path, descriptor: int, remedy: str) -> None:
 
 
 def opened_file(folder: int, path: Path, remedy: str) -> int | None:
-    """Return a descriptor of a regular file, to be closed by the caller, or None if the file does not exist.
+    """Open a regular file and return its descriptor, which the caller closes.
+
+    Return None if the file does not exist.
 
     Args:
         folder: a descriptor of the folder that contains the file.
@@ -163,7 +169,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
 
 
 def seal(folder: int, name: str) -> None:
-    """Append the digest to a new library, make it private, and flush it to disk."""
+    """Append a digest to a new library, make the file private, and flush it to disk."""
     with open(os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder), "r+b") as stream:
         digest = hashlib.sha256(stream.read()).digest()
         stream.write(_SEAL + digest)
@@ -173,14 +179,14 @@ def seal(folder: int, name: str) -> None:
 
 
 def is_whole(descriptor: int) -> bool:
-    """Return True if a library ends with the digest of its content."""
+    """Return True if a library file ends with the digest of its content, so that it is complete."""
     content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     before, end = content[:-_SEALED], content[-_SEALED:]
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
 
 
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load an open library, whose descriptor stays open.
+    """Load a library from an open descriptor, which remains open.
 
     The loader treats libraries of the same name as identical, so each library gets a unique name: a forked
     process may close its parent's descriptors, whose numbers are then reused.
@@ -199,14 +205,17 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Set the modification time of a file or folder to now, for ``is_unused``; skip root's files."""
+    """Set the modification time of a file or folder to now, for ``is_unused``.
+
+    Files that belong to root are skipped.
+    """
     with contextlib.suppress(OSError):
         if time.time() - os.fstat(descriptor).st_mtime > _DAY:
             os.utime(descriptor)
 
 
 def is_unused(entry: os.DirEntry[str]) -> bool:
-    """Return True if a folder entry has not been loaded for a month."""
+    """Return True if the file has not been loaded for a month."""
     with contextlib.suppress(OSError):
         return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
     return False
@@ -214,7 +223,9 @@ def is_unused(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float = -1) -> Iterator[None]:
-    """Allow one process at a time into the block; without support for locks, allow all of them.
+    """Allow only one process at a time into the block.
+
+    On a file system without locks, all processes are allowed.
 
     Args:
         path: the lock file, which is kept.

@@ -1,4 +1,4 @@
-"""Replacement for subprocess in the module with which torch's inductor probes the processor.
+"""Replace ``subprocess`` in the torch inductor module that probes the processor's vector instructions.
 
 To find out which vector instructions work, torch (2.13 and earlier) starts ``python -c``, which searches the
 working directory for modules first. That folder may belong to another user. While the guard is on, that
@@ -40,18 +40,23 @@ def check_output(command: Any, **options: Any) -> Any:
 
 
 def _elsewhere(command: Any) -> Any:
-    """Return the command of a Python program that does not import modules from the working directory."""
+    """Return the command of a Python program, changed so that modules in the working directory are
+    ignored.
+    """
     if isinstance(command, list) and command[:2] == [sys.executable, "-c"]:
         return [*python_child.code(command[2]), *command[3:]]
     return command
 
 
 def guard(module: ModuleType) -> None:
-    """Make torch's module start its programs here; a second call has no effect."""
+    """Make inductor's module start its probe programs through this module.
+
+    A second call has no effect.
+    """
     if not _replaced:
         _replaced.set(module, "subprocess", importlib.import_module(__name__))
 
 
 def release() -> None:
-    """Restore torch's way of starting programs."""
+    """Restore inductor's original ``subprocess`` module."""
     _replaced.undo()

@@ -1,4 +1,4 @@
-"""The devices that a process may use: ``CUDA_VISIBLE_DEVICES`` and its equivalents."""
+"""Read ``CUDA_VISIBLE_DEVICES`` and equivalent variables, which limit the devices of a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ASCEND = "ASCEND_RT_VISIBLE_DEVICES"  # CANN's own
 
 
 def listed(variable: str, total: int | None = None) -> list[int] | None:
-    """Return the devices that a variable lists, or None if it is unset or empty.
+    """Return the device indices that an environment variable lists, or None if it is unset or empty.
 
     As in CUDA and CANN, entries after an invalid device number or a word are ignored.
 

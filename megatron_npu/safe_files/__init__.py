@@ -1,1 +1,1 @@
-"""Readers for untrusted files, which do not execute code from these files."""
+"""Read untrusted files without executing code from them."""

@@ -1,4 +1,4 @@
-"""Check the numpy values in a file before they are constructed.
+"""Check the numpy values in a file before constructing them.
 
 A checkpoint stores arrays (the state of numpy's random generator) as calls of numpy's ``_reconstruct``,
 ``scalar`` and ``__setstate__``, which torch's reader executes if numpy's names are declared safe. They are
@@ -27,7 +27,7 @@ def _check(fits: bool, what: str) -> None:
 
 
 class CheckedDtype:
-    """A replacement for ``numpy.dtype`` that supports only a numeric type and its byte order.
+    """Replacement for ``numpy.dtype`` that supports only numeric types and their byte order.
 
     Attributes:
         dtype: the dtype.
@@ -45,7 +45,9 @@ class CheckedDtype:
 
 
 class CheckedArray(np.ndarray):
-    """A replacement for ``numpy.ndarray`` that requires as many numbers as the shape has elements."""
+    """Replacement for ``numpy.ndarray`` that checks that the data has as many numbers as the shape
+    requires.
+    """
 
     def __setstate__(self, state: Any) -> None:
         """Accept ``(version, shape, dtype, Fortran order, bytes)``."""
@@ -70,7 +72,7 @@ def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """Return the number that these bytes represent."""
+    """Return the number that the bytes represent."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
     _check(len(content) == kind.dtype.itemsize, "a truncated number")
     return np.frombuffer(content, kind.dtype)[0]

@@ -1,4 +1,4 @@
-"""A pickle reader that constructs only plain data.
+"""Read pickles that contain only plain data.
 
 The C unpickler can also set state on classes and enumerations, which changes them for the whole process
 (``PosixPath._str`` determines what every path prints); and (up to 3.14) it allocates a memo table as long as
@@ -13,14 +13,17 @@ from typing import Any, ClassVar
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Base class of readers. ``find_class`` limits what a file may build, ``check_change`` its changes."""
+    """Base class of pickle readers.
+
+    ``find_class`` limits what a file may build, and ``check_change`` its changes.
+    """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch}
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise the reader's error if this file did not create ``made``; its state must not be set then."""
+        """Raise an error if this file did not create ``made``, whose state it must not set."""
         raise NotImplementedError
 
     def load_build(self) -> None:

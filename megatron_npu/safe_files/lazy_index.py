@@ -1,4 +1,4 @@
-"""Convert the index of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
+"""Convert indices of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
 
 Megatron-LM supported both from 2019 to 2023. They use one format and differ in how upstream reads it. The
 ``.bin`` file is that of ``mmap``: the tokens of all sequences. The ``.idx`` file is little-endian
@@ -40,7 +40,7 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can
 
 
 def is_lazy(index: str | Path) -> bool:
-    """Return True if a file is an index in this format."""
+    """Return True if a file is a ``lazy`` or ``cached`` index."""
     try:
         with open(index, "rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -49,7 +49,7 @@ def is_lazy(index: str | Path) -> bool:
 
 
 def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int) -> Iterator[bytes]:
-    """Yield the bytes of an index in this format.
+    """Yield the bytes of a ``lazy`` index.
 
     Args:
         lengths: [S], the number of tokens of each sequence.
@@ -68,7 +68,9 @@ def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int)
 
 @contextlib.contextmanager
 def mapped(index: str | Path) -> Iterator[str | Path]:
-    """Yield the path of an index in the current format: the file itself, or a temporary conversion.
+    """Yield the path of an index in the current format.
+
+    It is the file itself or a temporary conversion.
 
     Memory maps of a temporary file remain valid after its removal.
 
@@ -132,7 +134,7 @@ def _as_mapped(path: Path) -> bytes:
 def _check(
     path: Path, first: np.ndarray, begins: np.ndarray, lengths: np.ndarray, documents: np.ndarray
 ) -> None:
-    """Check that the parts of an index are consistent."""
+    """Check that the parts of an index are consistent with each other."""
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Replacement for pickle in torch's dynamic rendezvous, which builds only torch's own state.
+"""Replace pickle in torch's dynamic rendezvous, so that it builds only torch's own state.
 
 With ``--standalone`` or ``--rdzv-backend c10d``, torchrun unpickles a value in a store to which every
 account of the machine can connect. While the guard is on, that module uses this module in the place of
@@ -25,7 +25,7 @@ _replaced = Replaced()
 
 
 class _StateUnpickler(DataUnpickler):
-    """An unpickler that builds nodes, their times, and the state that lists them."""
+    """Unpickler that builds rendezvous nodes, their times, and the state that lists them."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the named class.
@@ -40,7 +40,7 @@ class _StateUnpickler(DataUnpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def check_change(self, made: Any) -> None:
-        """Check that state is set only on objects of the rendezvous, which this value has created.
+        """Check that state is set only on rendezvous objects that this value has created.
 
         Raises:
             UnpicklingError: ``made`` is something else.
@@ -77,11 +77,14 @@ def loads(value: bytes) -> Any:
 
 
 def guard(module: ModuleType) -> None:
-    """Make torch's module of the dynamic rendezvous read its state here; a second call has no effect."""
+    """Make torch's dynamic rendezvous read its state through this module.
+
+    A second call has no effect.
+    """
     if not _replaced:
         _replaced.set(module, "pickle", importlib.import_module(__name__))
 
 
 def release() -> None:
-    """Restore torch's reader."""
+    """Restore torch's original pickle reader."""
     _replaced.undo()

@@ -46,7 +46,7 @@ _NAMED = re.compile(r"\bGLOBAL (\S+)")  # in torch's refusal
 
 
 class Inert:
-    """A placeholder for a value whose class is not imported.
+    """Placeholder for a value whose class is not imported.
 
     Attributes:
         given: the arguments for the class.
@@ -63,7 +63,7 @@ class Inert:
 
 
 def read(file: Path, harmless: frozenset[str]) -> Any:
-    """Return the content that ``torch.save`` wrote to a file; nothing in it is executed.
+    """Return the content of a file written by ``torch.save`` without executing code from it.
 
     Tensors are on the host, and memory-mapped if the format allows it.
 
@@ -104,14 +104,17 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return the name that torch refused to build, or a one-line reason why torch could not read the file."""
+    """Return the name that torch refused to build, or the reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"it names {named[1]}" if named else text
 
 
 def names_in_pickle(stream: IO[bytes]) -> set[str]:
-    """Return the names in a pickle without executing it; empty if it is not a pickle."""
+    """Return the names in a pickle without executing it.
+
+    The set is empty if the data is not a pickle.
+    """
     found: set[str] = set()
     texts: list[str] = []
     try:

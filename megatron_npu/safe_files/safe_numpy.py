@@ -1,4 +1,4 @@
-"""Replacement for numpy in upstream modules that use index files: no pickle, atomic writes.
+"""Replace numpy in upstream modules that use index files, with no pickle and with atomic writes.
 
 It replaces numpy in the globals of those modules; all other names are numpy's own.
 """
@@ -19,7 +19,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 class DamagedIndexError(UsageError, ValueError):
-    """Raised when an index file has content that upstream does not write.
+    """Raised when an index file has content that upstream never writes.
 
     Args:
         file: the path of the file.
@@ -60,7 +60,7 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pickled(file: Path) -> set[str]:
-    """Return the names in an index file that is a pickle, or a numpy file with an array of objects."""
+    """Return the names in an index file that is a pickle or a numpy file with an array of objects."""
     with contextlib.suppress(Exception), open(file, "rb") as stream:
         if stream.read(len(_MAGIC)) == _MAGIC:
             stream.seek(0)
@@ -75,7 +75,7 @@ def _pickled(file: Path) -> set[str]:
 
 
 def save(file: str, array: Any, **_: Any) -> None:
-    """Save an array like ``numpy.save``, but to a temporary file that is renamed when the array is complete.
+    """Save an array like ``numpy.save``, using a temporary file that is renamed when it is complete.
 
     Raises:
         ValueError: the array contains Python objects.

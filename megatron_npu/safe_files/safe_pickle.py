@@ -1,4 +1,4 @@
-"""Replacement for pickle in upstream modules with pickled arrays, which builds only plain data.
+"""Replace pickle in upstream modules with pickled arrays, so that only plain data is built.
 
 The data are numbers, strings, dicts and arrays. It replaces pickle in the globals of those modules; all other
 names are pickle's own.
@@ -18,7 +18,7 @@ _ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
 
 
 class _ArrayUnpickler(DataUnpickler):
-    """An unpickler that builds numpy values after checking them."""
+    """Unpickler that builds numpy values after checking them."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the checked replacement for a numpy name.
@@ -32,7 +32,7 @@ class _ArrayUnpickler(DataUnpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}") from None
 
     def check_change(self, made: Any) -> None:
-        """Check that state is set only on replacements of numpy objects.
+        """Check that state is set only on the replacements of numpy objects.
 
         Raises:
             UnpicklingError: ``made`` is something else.

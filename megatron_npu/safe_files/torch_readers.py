@@ -49,7 +49,9 @@ _replaced = Replaced()
 
 
 def refusal(what: str, reason: str) -> UsageError:
-    """Return the error for a rejected part of a checkpoint, and store it for ``last_refusal``.
+    """Return the error for a rejected part of a checkpoint.
+
+    It is also stored for ``last_refusal``.
 
     Args:
         what: the part.
@@ -65,15 +67,18 @@ def refusal(what: str, reason: str) -> UsageError:
 
 
 def last_refusal() -> UsageError | None:
-    """Return the error stored since the last call, because torch passes on only the error's message."""
+    """Return the error stored since the last call.
+
+    torch passes on only the message of an error.
+    """
     return _refusals.pop() if _refusals else None
 
 
 class _MetadataUnpickler(DataUnpickler):
-    """An unpickler that builds only what torch writes into ``.metadata``."""
+    """Unpickler that builds only the types that torch writes into ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a type that ``_OF_METADATA`` allows.
+        """Return a type that is listed in ``_OF_METADATA``.
 
         Raises:
             UsageError: the type is not allowed.
@@ -111,7 +116,7 @@ def _load_metadata(stream: IO[bytes]) -> Any:
 
 
 def require_no_code(folder: Path) -> None:
-    """Check the index of a distributed checkpoint, regardless of whether it can be used.
+    """Check that the index of a distributed checkpoint contains no code.
 
     Raises:
         UsageError: the index names a type that must not be built.
@@ -121,7 +126,7 @@ def require_no_code(folder: Path) -> None:
 
 
 def stored_value(folder: Path, key: str) -> bytes:
-    """Return the stored bytes of a non-tensor value of a distributed checkpoint, without unpickling.
+    """Return the stored bytes of a non-tensor value in a distributed checkpoint, without unpickling them.
 
     Args:
         folder: the checkpoint's directory.
@@ -148,7 +153,7 @@ def stored_value(folder: Path, key: str) -> bytes:
 
 @functools.cache
 def allow_values() -> None:
-    """Allow torch to build values that Megatron scripts store beside tensors, as megatron-core 0.14 does.
+    """Allow torch to build the values that Megatron scripts store beside tensors, as megatron-core 0.14 does.
 
     Types that only a newer Megatron has, such as an enumeration of 0.18, become inert values, because weights
     do not need them.
@@ -180,7 +185,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Module:
-    """A view of a module in which some names are replaced."""
+    """View of a module in which some names are replaced."""
 
     def __init__(self, module: ModuleType, **own: Any) -> None:
         self._module = module
@@ -227,10 +232,10 @@ def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
 
 
 def guarding() -> bool:
-    """Return True if the guard is on."""
+    """Return True if the restriction of torch's reader is active."""
     return bool(_replaced)
 
 
 def release() -> None:
-    """Restore torch's own modules in its reader."""
+    """Restore the original modules in torch's reader."""
     _replaced.undo()

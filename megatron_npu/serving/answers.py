@@ -1,4 +1,4 @@
-"""Build the JSON of OpenAI's API: models, completions (whole or in chunks) and errors."""
+"""Build the JSON responses of OpenAI's API: models, completions (whole or in chunks) and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(name: str, created: int, positions: int) -> Json:
 
 
 def models(only: Json) -> Json:
-    """Return the list of models, which has a single entry."""
+    """Return the list of models, which has one entry."""
     return {"object": "list", "data": [only]}
 
 
@@ -38,7 +38,10 @@ def error(problem: BadRequestError) -> Json:
 
 
 def _writable(value: Any) -> Any:
-    """Replace the lone surrogates in a string, which JSON can express but UTF-8 cannot."""
+    """Replace lone surrogates in a string.
+
+    JSON can represent them, but UTF-8 cannot.
+    """
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
 
 
@@ -70,7 +73,7 @@ class Completion:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """The prefix of the response's id, and the object names of a whole response and of a chunk."""
+        """The prefix of the response's id, and the object names of whole responses and of chunks."""
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
@@ -92,11 +95,11 @@ class Completion:
         return {**self._head(self.kinds[1]), "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[Json]:
-        """Return the first chunks of a stream, which contain the prompts if they are to be repeated."""
+        """Return the first chunks of a stream, which contain the prompts if the client requested them."""
         return self.echo() if self.request.echo and not self.request.scored else []
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return the chunks of a stream for an event: the scores of the prompts, or a piece."""
+        """Return the stream chunks for an event: a prompt's scores or a piece of text."""
         if isinstance(event, Read):
             return self.echo()
         tokens = range(0)
@@ -118,7 +121,7 @@ class Completion:
         ]
 
     def last(self) -> Json:
-        """Return the chunk of a stream that contains the token counts."""
+        """Return the last chunk of a stream, which contains the token counts."""
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
@@ -156,7 +159,10 @@ class Completion:
         return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, row: int, read: Score | None, sample: Sample | None, tokens: range) -> Json:
-        """Return the log-probabilities of a prompt, whose first token has none, and of generated tokens."""
+        """Return the log-probabilities of prompt tokens and generated tokens.
+
+        The first token of a prompt has none.
+        """
         rows: list[tuple[int, float | None, Json | None, int]] = []
         if read is not None:
             ids, offsets = self.job.prompts[row], Offsets(self.tokenizer, [])
@@ -175,7 +181,10 @@ class Completion:
         }
 
     def added(self, sample: Sample, place: int) -> int:
-        """Return the generated token at an index; after the last one, the end token that ended the text."""
+        """Return the generated token at an index.
+
+        After the last one, return the end token that ended the text.
+        """
         return sample.tokens[place] if place < len(sample.tokens) else self.tokenizer.eod
 
     def _by_words(self, values: dict[int, float]) -> Json:
@@ -203,7 +212,10 @@ class Offsets:
         self._places = [0]
 
     def of(self, tokens: Sequence[int], place: int) -> int:
-        """Return the character offset of the token at a position; ``tokens`` are those of the text so far."""
+        """Return the character offset of the token at a position.
+
+        ``tokens`` are the tokens of the text so far.
+        """
         while len(self._places) <= place:
             new = tokens[len(self._places) - 1 : len(self._places)]
             self._places.append(self._places[-1] + len(self._growing.added(new)))

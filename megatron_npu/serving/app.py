@@ -1,4 +1,4 @@
-"""The HTTP layer, which handles routes, limits and clients that disconnect.
+"""Define the HTTP layer, which handles routes, limits and clients that disconnect.
 
 This layer accesses the model only through the engine.
 """
@@ -81,7 +81,7 @@ async def _http_refusal(request: Request, problem: HTTPException) -> Response:
 
 
 class _Site:
-    """Handlers for the routes; see ``build``."""
+    """Handlers of the web application's routes."""
 
     def __init__(self, engine: Engine, name: str, max_body: int, max_texts: int) -> None:
         self.engine, self.name = engine, name
@@ -94,7 +94,7 @@ class _Site:
         return Response(content, media_type=kind, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Report that the server is running, with the numbers of unfinished requests and generated tokens."""
+        """Report that the server is running, and the numbers of unfinished requests and generated tokens."""
         engine = self.engine
         return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
 
@@ -243,7 +243,10 @@ class _Site:
 
 
 def _options(asked: CompletionRequest) -> Options:
-    """Return the sampling options. Without a seed, each request generates different texts."""
+    """Return the sampling options of a request.
+
+    Without a seed, each request generates different texts.
+    """
     seed = time.time_ns() if asked.seed is None else asked.seed
     return Options(
         num_tokens=asked.max_tokens,
@@ -280,7 +283,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[Piece | Read]:
 
 
 async def _stream(completion: Completion, events: AsyncIterator[Piece | Read]) -> AsyncIterator[str]:
-    """Yield the server-sent events of a completion."""
+    """Yield the server-sent events of a streamed completion."""
 
     def line(values: Any) -> str:
         return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"

@@ -1,4 +1,4 @@
-"""Build the JSON of OpenAI's chat API: whole responses and chunks."""
+"""Build the JSON responses of OpenAI's chat API, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
 
 
 class ChatCompletion(Completion):
-    """The response to one chat request, without the end token, which is not part of the text."""
+    """Response to a chat request.
+
+    It omits the end token, which is not part of the text.
+    """
 
     @property
     def kinds(self) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Parse and check requests of ``/v1/chat/completions``, independent of HTTP and the model."""
+"""Parse and check requests of ``/v1/chat/completions``, without depending on HTTP or the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A valid chat request. Whether it fits the model and its template is checked later.
+    """Valid chat request.
+
+    Whether it is compatible with the model and its template is checked later.
 
     Attributes:
         messages: one or more messages, each with a ``role`` and a ``content``.
@@ -52,7 +54,7 @@ class ChatRequest:
 
 
 def parse(body: bytes) -> ChatRequest:
-    """Parse and return the chat request in a request body.
+    """Parse the chat request in a request body.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.

@@ -1,4 +1,4 @@
-"""Parse and check requests of ``/v1/completions``, independent of HTTP and the model."""
+"""Parse and check requests of ``/v1/completions``, without depending on HTTP or the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A valid completion request. Whether it fits the model is checked later.
+    """Valid completion request.
+
+    Whether it is compatible with the model is checked later.
 
     Attributes:
         prompts: one or more prompts.
@@ -73,12 +75,12 @@ class CompletionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether the log-probabilities of the prompts are requested."""
+        """True if the request asks for the log-probabilities of the prompts."""
         return self.echo and self.logprobs is not None
 
 
 def parse(body: bytes) -> CompletionRequest:
-    """Parse and return the completion request in a request body.
+    """Parse the completion request in a request body.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.
@@ -101,7 +103,7 @@ def parse(body: bytes) -> CompletionRequest:
 
 
 def common(fields: Fields) -> dict[str, Any]:
-    """Return the fields that completions and chats share: model, sampling options, stop strings, streaming.
+    """Return the fields that completions and chats share, such as model, sampling options and stop strings.
 
     Raises:
         BadRequestError: a field has the wrong type or value.
@@ -125,11 +127,11 @@ def _no_constant(name: str) -> None:
 
 
 class Fields:
-    """The fields of a request, with a record of the fields that have been read."""
+    """Fields of a request, with a record of those that have been read."""
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
-        """Return the fields of a request body.
+        """Parse a request body into fields.
 
         Raises:
             BadRequestError: the body is not a JSON object.
@@ -155,7 +157,7 @@ class Fields:
         raise BadRequestError(f"{name} must be {words}, but got {shown(value)}", name)
 
     def number(self, name: str, kind: type, default: Any, least: float, most: float) -> Any:
-        """Return a number within inclusive bounds."""
+        """Return a number from a field after checking its inclusive bounds."""
         value = self.take(name, (int, float) if kind is float else int)
         if value is None:
             return default
@@ -164,7 +166,7 @@ class Fields:
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
-        """Reject fields that were not read, unless they have a value that has no effect.
+        """Reject fields that were not read, unless their value has no effect.
 
         Args:
             without_meaning: the unsupported fields, each with the values that have no effect.
@@ -182,13 +184,16 @@ _WORDS |= {float: "a number"}
 
 
 def shown(value: object) -> str:
-    """Return a value formatted for messages."""
+    """Format a value for messages."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return the prompts, given as a string, ids, or a list of either; None generates unconditionally."""
+    """Return the prompts from a string, ids, or a list of either.
+
+    None stands for unconditional generation.
+    """
     if value is None or isinstance(value, str):
         return [_text(value)]
     if _is_ids(value):
@@ -218,7 +223,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    """Return the stop strings, given as null, a string, or a list of strings.
+    """Return the stop strings from null, a string or a list of strings.
 
     Raises:
         BadRequestError: there are too many stop strings, or values of another type.
@@ -236,5 +241,5 @@ def _is_stop(value: Any) -> bool:
 
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
-    """Convert an error of a command into one for a client, without advice about flags."""
+    """Convert an error of a command to an error for a client, without advice about flags."""
     return BadRequestError(error.problem, param)

@@ -1,4 +1,4 @@
-"""The thread that owns the model: takes jobs from a queue, generates texts, and sends events to clients."""
+"""Define the thread that owns the model, takes jobs from a queue, and sends generated text to clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_npu.serving.stops import Stops
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of one of a job's texts: its new characters.
+    """Piece of a generated text, with its new characters.
 
     Attributes:
         row: the index of the text.
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Read:
-    """The scores of a job's prompts.
+    """Scores of a job's prompts.
 
     Attributes:
         scores: the scores, one per text.
@@ -58,7 +58,7 @@ Event = Piece | Read | BadRequestError | None
 
 @dataclass
 class Job:
-    """A job: the texts that one client requested.
+    """Job of generating the texts that one client requested.
 
     Attributes:
         prompts: the ids of each prompt.
@@ -81,7 +81,7 @@ class Job:
     cancelled: bool = False
 
     def tell(self, event: Event) -> None:
-        """Send an event to the client's task. This method is called in the engine's thread."""
+        """Send an event to the client's task. The engine's thread calls this method."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
@@ -122,7 +122,7 @@ class Engine:
         self._queue.put(job)
 
     def require_going(self) -> None:
-        """Check that the server is not stopping.
+        """Raise an error if the server is stopping.
 
         Raises:
             BadRequestError: the server is stopping (503).
@@ -148,7 +148,7 @@ class Engine:
             return self._queue.get()
 
     def _finish(self, job: Job) -> None:
-        """Generate the texts of a job, and always report the end of the job."""
+        """Generate the texts of a job, and report the end of the job in any case."""
         end: BadRequestError | None = None
         try:
             if self._stopping:
@@ -168,12 +168,12 @@ class Engine:
             job.tell(end)
 
     def ends(self, job: Job) -> bool:
-        """Return True if a job must end because its client has disconnected or the server is stopping."""
+        """Return True if a job must end because its client disconnected or the server is stopping."""
         return job.cancelled or self._stopping
 
 
 class _Drawing:
-    """A job in progress, which tracks the pieces of its texts and where they stop."""
+    """Running job, with the pieces of its texts and their stop positions."""
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self.engine, self.job = engine, job
@@ -214,7 +214,7 @@ def new_job(
     stops: Sequence[str] = (),
     scored: int | None = None,
 ) -> Job:
-    """Return a job after checking that its prompts fit the model; see ``Job``.
+    """Return a new job after checking that its prompts fit the model.
 
     Raises:
         BadRequestError: a prompt does not fit.

@@ -1,4 +1,4 @@
-"""Simulated Ascend NPUs: the real torch_npu wheel on a simulated CANN with host memory as device memory."""
+"""Simulate Ascend NPUs: the real torch_npu wheel on a simulated CANN with host memory as device memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def counting() -> AbstractContextManager[Counts]:
-    """Count launches, memory and communication in the body of a ``with``; see ``counters.Counts``.
+    """Count launches, memory and communication within the block; see ``counters.Counts``.
 
     This works only in a process under ``megatron-npu sim``.
     """

@@ -1,4 +1,7 @@
-"""Set up simulated NPUs in this interpreter; boot/sitecustomize.py arms it, and importing torch starts it."""
+"""Set up simulated NPUs in this interpreter when torch is imported.
+
+boot/sitecustomize.py installs the import hook.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def forget_stand_in() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder that uses the other finders and runs a context manager around a package's execution."""
+    """Import finder that runs a context manager around the execution of a package."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -76,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """A package's own loader, with a context manager around the package's execution."""
+    """Loader of a package, with a context manager around the package's execution."""
 
     def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
         self._loader, self._context = loader, context
@@ -129,7 +132,7 @@ _CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def load_runtime() -> None:
-    """Load the simulated CANN into this process, under CANN's names, and pass the settings to it.
+    """Load the simulated CANN into this process under CANN's names, and pass the settings to it.
 
     The dynamic loader resolves torch_npu's dependencies by name to libraries that are already loaded, so no
     LD_LIBRARY_PATH is required, which a running process could not change for itself anyway.

@@ -58,7 +58,7 @@ _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 50000
 
 @functools.cache  # a process keeps what it has loaded, also when the sources change in the meantime
 def runtime() -> Path:
-    """Return the directory of the compiled runtime.
+    """Return the directory of the compiled runtime, building it if necessary.
 
     It is built first if the sources, torch or the compiler have changed.
 
@@ -71,7 +71,7 @@ def runtime() -> Path:
 
 @functools.cache
 def compute() -> Path:
-    """Return the compiled computation library, which is built if necessary; see ``runtime``."""
+    """Return the compiled computation library, building it if necessary; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
@@ -124,7 +124,7 @@ def _torch_npu() -> Path:
 
 
 def _key(sources: Iterable[str]) -> str:
-    """Return a digest of everything that affects the result: sources, this file, packages and compiler."""
+    """Return a digest of everything that affects the build: sources, this file, packages and compiler."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in sources:
         digest.update((SOURCES / name).read_bytes())
@@ -180,7 +180,7 @@ def _runtime_objects(directory: Path) -> list[Path]:
 
 
 def _unresolved() -> tuple[set[str], set[str]]:
-    """Return the missing libraries that torch_npu is linked to, and the symbols that no library defines."""
+    """Return the missing libraries that torch_npu links to, and the symbols that no library defines."""
     npu, torch = _torch_npu(), site.torch_directory()
     # libop_plugin_atb.so belongs to another Ascend package (ATB) and is opened only if that is there.
     opened = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
@@ -211,7 +211,7 @@ json.dump([[name for name in libraries if absent(name)], symbols], sys.stdout)
 
 
 def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]:
-    """Return the libraries and symbols that are missing on this machine, as determined by a fresh process.
+    """Return the libraries and symbols that are missing on this machine, determined in a fresh process.
 
     This process cannot determine them: if it has loaded another build of the simulator, it finds everything.
     """
@@ -227,7 +227,7 @@ def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    """Return C++ code for functions that record their calls, and fail where success must not be reported."""
+    """Return C++ functions that record their calls, and fail where they must not report success."""
     lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
         code = next((code for prefix, code in _FAILING.items() if name.startswith(prefix)), 0)

@@ -1,4 +1,4 @@
-"""The simulator's cache: its location, its preparation by one of several processes, and safe loading."""
+"""Manage the simulator's cache: its location, its preparation by one process, and safe loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def root() -> Path:
 
 
 def say(text: str) -> None:
-    """Print progress to stderr: preparation takes seconds to minutes, and stdout belongs to the command."""
+    """Print progress to stderr.
+
+    Preparation takes seconds to minutes, and stdout belongs to the command.
+    """
     print(f"megatron-npu sim: {text}", file=sys.stderr, flush=True)
 
 
@@ -43,7 +46,9 @@ def _opened() -> Iterator[int]:
 
 
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return the cached directory ``name``; if it does not exist, ``prepare(directory)`` fills it.
+    """Return the cached directory ``name``.
+
+    If it does not exist, ``prepare(directory)`` fills it.
 
     It is filled under a temporary name and renamed, so a directory with its final name is complete. A file
     lock ensures that the first of several processes (torchrun's ranks, xdist's workers) prepares it while the
@@ -65,7 +70,9 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return a cached directory of libraries for ``load``, which is prepared again if a library is damaged.
+    """Return a cached directory of libraries for ``load``.
+
+    It is prepared again if a library is damaged.
 
     Raises:
         UsageError: see ``prepared``.
@@ -90,7 +97,7 @@ def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def load(path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
-    """Load a library from a prepared directory, through the same open file that was checked.
+    """Load a library from a prepared directory through the same open file that was checked.
 
     Raises:
         UsageError: another user may have written the library.

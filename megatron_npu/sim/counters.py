@@ -23,7 +23,7 @@ _TRANSFERS = ("transfer", "aten::_local_scalar_dense")
 
 @dataclass
 class Work:
-    """The number of calls, and the number of bytes involved."""
+    """Number of calls, and number of bytes."""
 
     calls: int = 0
     bytes: int = 0
@@ -31,7 +31,7 @@ class Work:
 
 @dataclass
 class Group:
-    """The communicator of a process group.
+    """Communicator of a process group.
 
     Attributes:
         ranks: the number of ranks.
@@ -54,7 +54,7 @@ class Group:
 
 @dataclass
 class Counts:
-    """Counts for this process, over all its simulated devices.
+    """Counters of this process, over all its simulated devices.
 
     A launch is one call of an operation at the dispatcher's lowest level, which hardware executes as one
     aclnn kernel, sometimes as a few. Only ratios of launches are meaningful.
@@ -100,19 +100,21 @@ class Counts:
 
     @property
     def between(self) -> Work:
-        """Messages to other machines and their bytes, over all communicators."""
+        """The number and bytes of messages to other machines, over all communicators."""
         works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def buffers(self) -> int:
-        """Bytes of device memory that HCCL uses for all communicators, which torch does not count."""
+        """The bytes of device memory that HCCL uses for all communicators, which torch does not count."""
         return sum(group.buffer for group in self.groups.values())
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what the body of the ``with`` does; the counts are complete when the body ends.
+    """Count launches, memory and communication within the block.
+
+    The counts are complete when the block ends.
 
     The peak is measured with torch's own statistics, which are reset at the start: if ``counting()`` is
     nested, the outer one measures only the peak since the inner one started.
@@ -149,14 +151,14 @@ def counting() -> Iterator[Counts]:
 
 
 def write_report_at_exit() -> None:
-    """Write the report when this process ends, if the settings request one."""
+    """Write the counters when this process ends, if the settings request a report."""
     path = settings.SIM_REPORT.get()
     if path:
         atexit.register(_write_report, Path(path).absolute())
 
 
 def _write_report(path: Path) -> None:
-    """Write the counters since the start, unless this process (such as torchrun's own) has used no NPU."""
+    """Write the counters since the start, unless this process has used no NPU."""
     counts = _read()
     if not counts.launches and not counts.communication:
         return
@@ -170,7 +172,7 @@ def _write_report(path: Path) -> None:
 
 
 def _read() -> Counts:
-    """Return the counters since the start of the process; memory statistics are zero."""
+    """Return the counters since the start of the process, with memory statistics of zero."""
     runtime = build.runtime_library()
     compute = build.compute_library()
     launches = _works(compute.sim_launches)
@@ -217,7 +219,7 @@ def _groups(function: Callable) -> dict[str, Group]:
 
 
 def _descriptions() -> dict[str, str]:
-    """Return each process group's description, keyed by torch_npu's name for its communicator."""
+    """Return each process group's description, keyed by the name of its communicator in torch_npu."""
     from torch import distributed
 
     if not distributed.is_initialized():
@@ -250,7 +252,10 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 
 
 def _statistic(name: str) -> int:
-    """Return one of torch's memory statistics, summed over the devices; 0 if no device has been used yet."""
+    """Return a memory statistic of torch, summed over the devices.
+
+    It is 0 if no device has been used.
+    """
     import torch
 
     if not torch.npu.is_initialized():

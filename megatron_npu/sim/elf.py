@@ -23,7 +23,7 @@ _SYMBOL = re.compile(
 
 @dataclass
 class SharedLibrary:
-    """The dynamic symbol table of one file.
+    """Dynamic symbol table of a shared library.
 
     Attributes:
         needed: the names of the libraries it is linked against (DT_NEEDED).
@@ -37,7 +37,9 @@ class SharedLibrary:
 
 
 def read(path: Path) -> SharedLibrary:
-    """Return the symbols of a shared library; the record is empty if it has no dynamic symbol table.
+    """Return the symbols of a shared library.
+
+    The result is empty without a dynamic symbol table.
 
     Raises:
         UsageError: ``readelf`` is not installed (clang++ with LLVM's own linker works without binutils).

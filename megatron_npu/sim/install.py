@@ -1,4 +1,4 @@
-"""Provide a computation for every operation on device ``npu``, after torch_npu is imported."""
+"""Register host computations for all operations of device ``npu`` after torch_npu is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOST_KEYS = (
 
 @dataclass
 class Coverage:
-    """How each operation that torch_npu registers is handled, keyed by full name such as ``aten::add.out``.
+    """The handling of each operation that torch_npu registers, keyed by full name such as ``aten::add.out``.
 
     Attributes:
         computed: overridden by the boxed kernel.

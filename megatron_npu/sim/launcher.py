@@ -1,4 +1,4 @@
-"""Implementation of ``megatron-npu sim -- COMMAND…``: run a command as if this machine had Ascend NPUs."""
+"""Implement ``megatron-npu sim -- COMMAND…``, which runs a command as if this machine had Ascend NPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _FLAGS = {"--devices": (settings.SIM_DEVICES, "N"), "--soc": (settings.SIM_SOC, 
 
 
 def main(argv: list[str]) -> int:
-    """Prepare what is missing, then execute COMMAND in this process; return only if interrupted before that.
+    """Prepare the simulator, then execute COMMAND in this process.
+
+    Return only if interrupted before that.
 
     Raises:
         UsageError: the command is missing or does not exist, or the machine cannot be prepared.
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare() -> dict[str, str]:
-    """Prepare everything that a simulated process requires, and return the environment for starting it.
+    """Prepare everything that a simulated process requires, and return its environment.
 
     Raises:
         UsageError: see ``site.prepare`` and ``build.runtime``; or this machine has a real CANN.
@@ -90,7 +92,10 @@ def prepare() -> dict[str, str]:
 
 
 def _find(program: str) -> str:
-    """Return the file to execute; ``python`` and ``torchrun`` are those of this environment."""
+    """Return the file to execute.
+
+    ``python`` and ``torchrun`` are those of this environment.
+    """
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(program, path=search)
     if found is None:

@@ -1,4 +1,4 @@
-"""Keep the torch_npu wheel that matches the installed torch in a separate directory.
+"""Store the torch_npu wheel that matches the installed torch in a separate directory.
 
 In a normal environment, an installed torch_npu breaks ``import torch`` if CANN is not installed (torch loads
 it through an entry point), so only processes of the simulator have the wheel's directory on their path.
@@ -24,7 +24,7 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 
 def package_directory(name: str) -> Path | None:
-    """Return the folder of an importable package without importing it; None if there is no package."""
+    """Return the folder of an installed package without importing it, or None if there is no package."""
     spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
@@ -57,7 +57,9 @@ def torch_directory() -> Path:
 
 
 def prepare() -> Path:
-    """Return the directory that makes ``import torch_npu`` work on ``sys.path``; download it if necessary.
+    """Return a directory for ``sys.path`` that contains torch_npu.
+
+    It is downloaded if necessary.
 
     Raises:
         UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory

@@ -1,4 +1,4 @@
-"""Stub modules for packages that an upstream imports but that are not installed.
+"""Provide stub modules for packages that an upstream imports but that are not installed.
 
 Each stub has only the names that the upstream uses. A stub never replaces a real package.
 """
@@ -21,7 +21,7 @@ from megatron_npu.upstream.megatrons import Upstream
 
 @dataclass(frozen=True)
 class StandIn:
-    """A module to add to ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
+    """Stub module to add to ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
 
     Attributes:
         name: the module name that the upstream imports.
@@ -45,7 +45,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """A name to add to an existing module that no longer has it or does not have it yet.
+    """Name to add to an existing module that lacks it.
 
     Attributes:
         module, name, value: the module, the missing name, and its value.
@@ -65,14 +65,14 @@ class NameStandIn:
     within: str = ""
 
     def is_taken(self, upstream: Upstream) -> bool:
-        """Return True if ``upstream``, or a package used with it, imports the name."""
+        """Return True if ``upstream`` or a package used with it imports the name."""
         if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
             return False
         return not self.within or any(upstream.root.glob(self.within))
 
 
 def _override(method: Any) -> Any:
-    """Mark a method as overriding for type checkers, like ``typing.override`` in Python 3.12."""
+    """Mark a method as an override for type checkers, like ``typing.override`` in Python 3.12."""
     return method
 
 
@@ -349,12 +349,12 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 
 def te_layers() -> bool:
-    """Return True if our layers are installed under TransformerEngine's names in this process."""
+    """Return True if our layers are installed with TransformerEngine's names in this process."""
     return _stands_for("transformer_engine", _TE)
 
 
 def mamba_kernels() -> bool:
-    """Return True if our scan is installed under mamba_ssm's name in this process."""
+    """Return True if our scan is installed with mamba_ssm's names in this process."""
     return _stands_for("mamba_ssm", _MAMBA)
 
 
@@ -367,7 +367,7 @@ def _absent(package: str) -> bool:
 
 
 def remove() -> None:
-    """Remove everything that ``install`` added to ``sys.modules`` and to modules."""
+    """Remove everything that ``install`` added to ``sys.modules`` and to other modules."""
     _given.undo()
     for stand_in in STAND_INS:
         module = sys.modules.get(stand_in.name)

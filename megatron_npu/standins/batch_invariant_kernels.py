@@ -1,4 +1,4 @@
-"""Stub for megatron-core's batch-invariant kernels, used without triton; the mode is always off."""
+"""Stub for megatron-core's batch-invariant kernels without triton, whose mode is always off."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
 
 
 def is_batch_invariant_mode_enabled() -> bool:
-    """Return False, because the mode cannot be enabled here."""
+    """Return False, because batch-invariant mode is not supported."""
     return False

@@ -1,4 +1,4 @@
-"""Stub for ``emerging_optimizers.triton_kernels``, used without Triton; it reports that there are no kernels.
+"""Stub for ``emerging_optimizers.triton_kernels`` without Triton, which reports that no kernels exist.
 
 Muon's Newton-Schulz iteration then uses plain matmuls, which are the package's default.
 """

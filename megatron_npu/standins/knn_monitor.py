@@ -1,4 +1,4 @@
-"""Stub for ``megatron.model.vision.knn_monitor`` (Megatron-LM 285068c8), used without torchvision.
+"""Stub for ``megatron.model.vision.knn_monitor`` (Megatron-LM 285068c8) without torchvision.
 
 ``megatron.training`` imports one name from it, only for ``--vision-pretraining``.
 """

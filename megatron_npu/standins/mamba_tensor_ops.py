@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Reject the call.
+    """Reject every call, because triton is not installed.
 
     Raises:
         RuntimeError: always, because the kernels are written in triton.

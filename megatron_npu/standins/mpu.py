@@ -21,7 +21,7 @@ _PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
 
 
 def is_needed() -> bool:
-    """Return True if there is a Megatron that has no ``mpu`` of its own.
+    """Return True if the Megatron on the path lacks ``mpu``.
 
     Raises:
         UsageError: Megatron is not installed.
@@ -33,7 +33,7 @@ def is_needed() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the first tensor-parallel rank, on this rank's device.
+    """Return the first tensor-parallel rank's tensors on this rank's device.
 
     Args:
         keys: the keys of ``data`` to return.

@@ -1,4 +1,4 @@
-"""Stub for megatron-core's ``moe.paged_stash``, used without triton; nothing is ever stashed.
+"""Stub for megatron-core's ``moe.paged_stash`` without triton, which never stashes tensors.
 
 Upstream calls these functions only with ``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``,
 which are rejected when a model is configured (``adaptors.megatron_core.unsupported_options``).
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Reject the call.
+    """Reject every call, because triton is not installed.
 
     Raises:
         RuntimeError: always, because the kernels are written in triton.

@@ -18,7 +18,7 @@ _LAYERS = ("TEDotProductAttention", "TELayerNormColumnParallelLinear", "TENorm",
 
 
 class _Absent:
-    """A layer that cannot be built.
+    """Layer that cannot be built without TransformerEngine.
 
     Raises:
         ImportError: always.
@@ -29,7 +29,7 @@ class _Absent:
 
 
 def __getattr__(name: str) -> type:
-    """Return the layer for ``from ... import name`` if the importing module requires it.
+    """Return a layer class for ``from ... import name`` if the importing module requires it.
 
     Raises:
         AttributeError: another module imports the name; Python converts this to the ImportError that the

@@ -1,1 +1,1 @@
-"""Find the copy of Megatron that is on the path, without importing it, and what its scripts require."""
+"""Find the installed Megatron and the requirements of its scripts, without importing it."""

@@ -29,29 +29,32 @@ _OURS = "megatron_npu.standins.transformer_engine"
 
 
 class _Metadata(metadata.Distribution):
-    """The metadata of our layers for ``importlib.metadata``: their name and version."""
+    """Metadata (name and version) of our ``transformer_engine`` layers, for ``importlib.metadata``."""
 
     def __init__(self, version: str) -> None:
         self._version = version
 
     def read_text(self, filename: str) -> str | None:
-        """Return the content of ``METADATA``, the only file, or None for other names."""
+        """Return the content of ``METADATA``.
+
+        Return None for all other file names.
+        """
         text = f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: {self._version}\n"
         return text if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Return the path unchanged, because these metadata have no files."""
+        """Return the path unchanged, because this distribution has no files."""
         return Path(path)
 
 
 class _Loader(Loader):
-    """A loader for ``transformer_engine`` that activates the plug-in, which installs the stub."""
+    """Loader for ``transformer_engine`` that activates the plug-in, which installs the stub."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._activate = activate
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stub that the activation has installed.
+        """Return the stub that the plug-in's activation has installed.
 
         Raises:
             ImportError: no stub is installed, for example if this process was activated for another Megatron.
@@ -67,19 +70,25 @@ class _Loader(Loader):
 
 
 class _Finder:
-    """A finder for ``transformer_engine``, and for its metadata while our layers replace it."""
+    """Import finder for ``transformer_engine``, and for its metadata while our layers replace it."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._loader = _Loader(activate)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for ``transformer_engine`` if our stub can be loaded; this has no side effects."""
+        """Return a spec for ``transformer_engine`` if our stub can be loaded.
+
+        The search has no side effects.
+        """
         if name != _NAME or settings.TE.get() != "local" or not _on_megatron_core():
             return None
         return ModuleSpec(name, self._loader, origin=__name__, is_package=True)
 
     def find_distributions(self, context: metadata.DistributionFinder.Context) -> Iterator[_Metadata]:
-        """Yield our layers' metadata if requested by name; listings of all packages do not contain it."""
+        """Yield our layers' metadata if it is requested by name.
+
+        Listings of all packages do not contain it.
+        """
         module = sys.modules.get(_NAME)
         if context.name == _DISTRIBUTION and module is not None and module.__name__ == _OURS:
             yield _Metadata(module.__version__)
@@ -93,7 +102,9 @@ def _on_megatron_core() -> bool:
 
 
 def is_absent(package: str) -> bool:
-    """Return True if a package is not installed, ignoring this finder; nothing is imported, not even parents.
+    """Return True if a package is not installed, without importing it or its parents.
+
+    This finder is ignored in the search.
 
     Otherwise, DeepSpeed, for example, would search for apex on import.
     """
@@ -109,7 +120,10 @@ def is_absent(package: str) -> bool:
 
 
 def arm(activate: Callable[[], None]) -> None:
-    """Install the finder; ``activate`` does the same as the first import of Megatron."""
+    """Install the finder.
+
+    ``activate`` must do the same as the first import of Megatron.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder(activate))
 

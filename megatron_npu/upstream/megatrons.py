@@ -1,4 +1,4 @@
-"""Find the copy of Megatron that is on the path, with its version and folder, without importing it."""
+"""Find the Megatron on the Python path, with its version and folder, without importing it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Upstream:
     shadowed: tuple[tuple[Path, str], ...] = ()
 
     def require_supported(self) -> None:
-        """Check that the version is supported and that no second Megatron is mixed in.
+        """Check that the version is supported, and that no second Megatron is on the path.
 
         Raises:
             UsageError: the version is too old or too new (``MEGATRON_NPU_DRIFT=warn`` only warns about newer
@@ -108,7 +108,9 @@ def _dotted(release: tuple[int, ...]) -> str:
 
 
 def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
-    """Return the Megatron in ``path`` (a checkout, site-packages, an unpacked wheel) or on ``sys.path``.
+    """Find Megatron in ``path`` or on ``sys.path``.
+
+    ``path`` can be a checkout, a site-packages folder or an unpacked wheel.
 
     Args:
         given_by: the variable or flag that specifies ``path``, for the error message.
@@ -126,7 +128,7 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
 
 
 def named(path: str | None) -> tuple[str | None, str]:
-    """Return the path in ``--megatron`` or otherwise ``MEGATRON_LM_PATH``, and which of the two names it."""
+    """Return the Megatron path from ``--megatron`` or ``MEGATRON_LM_PATH``, and the name of its source."""
     if path:
         return path, "--megatron"
     path = settings.MEGATRON_PATH.get() or None
@@ -152,7 +154,7 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
 
 
 def _roots_on_path() -> list[Path]:
-    """Return every folder in which ``import megatron`` searches, in order.
+    """Return the folders that ``import megatron`` searches, in order.
 
     Each entry of ``sys.path`` is searched separately. A regular package (with ``__init__.py``) takes
     precedence over the portions of a namespace package (megatron-core from 0.16 on), even over those that
@@ -184,7 +186,7 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Return which of the older checkouts this is: Megatron-LM, or one of the two Megatron-DeepSpeeds."""
+    """Return the name of an older checkout: Megatron-LM, or one of the two Megatron-DeepSpeed forks."""
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"

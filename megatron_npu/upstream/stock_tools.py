@@ -1,4 +1,4 @@
-"""Scripts in a Megatron-LM checkout: what they require on the path, and which scripts cannot work here."""
+"""Check scripts of a Megatron-LM checkout: their path requirements, and whether they can run here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIMODAL = "examples/multimodal/run_text_generation.py"  # with --task MMMU, 
 
 
 def tree_of(script: Path) -> Path | None:
-    """Return the Megatron-LM checkout that has ``script`` in a subfolder, or None for any other script."""
+    """Return the Megatron-LM checkout that contains ``script``, or None for a script from another place."""
     for folder in script.resolve().parents[1:_DEEPEST]:
         if _is_tree(folder):
             return folder
@@ -35,7 +35,7 @@ def _is_tree(folder: Path) -> bool:
 
 
 def is_stock(script: Path) -> bool:
-    """Return True if a script is in a Megatron-LM checkout, and is not a user's own program."""
+    """Return True if a script belongs to a Megatron-LM checkout rather than to the user."""
     return tree_of(script) is not None or _is_tree(script.resolve().parent)
 
 
@@ -45,7 +45,7 @@ def blames_program(error: BaseException, program: Path) -> bool:
 
 
 def refuse(script: Path, arguments: Sequence[str] = ()) -> None:
-    """Reject a stock script that would fail halfway even with the plug-in, or that executes code from files.
+    """Reject a stock script that would fail halfway even with the plug-in or that executes code from files.
 
     Args:
         script: the script to run.

@@ -1,4 +1,4 @@
-"""Find the rank that blocks a run of several processes, report it, and end the other ranks.
+"""Find the rank that blocks a distributed run, report it, and end the other ranks.
 
 Without a watchdog, a dead rank appears as "Connection reset by peer" in all other ranks, or has no visible
 effect for half an hour; a stopped rank has no visible effect at all. In each rank, a thread writes to the

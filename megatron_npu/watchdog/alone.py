@@ -1,4 +1,4 @@
-"""The watchdog of a single-process run, which ends a hanging run and reports where it hangs."""
+"""Watch a single-process run: end it if it hangs, and report where it hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXIT = 1
 
 
 class Alone:
-    """A thread that ends the process if the main thread hangs while the process group exists.
+    """Thread that ends the process if the main thread hangs while the process group exists.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -35,24 +35,24 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """True if the watchdog is active. It is inactive in a forked child and without the process group."""
+        """True if the watchdog is active. It is inactive in a forked child and without a process group."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the watchdog thread."""
         atexit.register(self.stop)
         stacks.print_on_signal()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread."""
+        """Stop the watchdog thread."""
         if os.getpid() == self._owner:
             atexit.unregister(self.stop)
             self._stopping.set()
             self._thread.join(_PATIENCE)
 
     def failed(self, error: BaseException) -> bool:
-        """Return False, because no other rank exists that could have caused the error."""
+        """Return False, because no other rank can have caused the error."""
         return False
 
     def _run(self) -> None:

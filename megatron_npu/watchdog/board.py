@@ -1,4 +1,4 @@
-"""The records that ranks exchange through the store of the run."""
+"""Exchange records between ranks through the store of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TELLING = 10.0  # seconds from which on it is of interest for how long a rank h
 
 @dataclass(frozen=True)
 class Process:
-    """The process of a rank.
+    """Process of a rank.
 
     Attributes:
         rank: the rank's number.
@@ -46,7 +46,10 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return True if this process can still react, as far as ``own`` can determine, or runs elsewhere."""
+        """Return True if this process can still react, as far as ``own`` can determine.
+
+        A process on another machine counts as reacting.
+        """
         if not self.space or self.space != own.space:
             return True
         try:
@@ -60,7 +63,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of a rank.
+    """Heartbeat of a rank.
 
     Attributes:
         number: the number of the heartbeat, counted from 0.
@@ -92,7 +95,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Word:
-    """The few bytes of each rank's heartbeat that are read every time.
+    """Short form of a rank's heartbeat, which is read every time.
 
     Attributes:
         number, still: see ``Beat``.
@@ -108,7 +111,7 @@ class Word:
 
     @staticmethod
     def of(text: bytes) -> Word:
-        """Parse a string that ``str`` returned."""
+        """Parse a string returned by ``str``."""
         number, still, waits = text.split()
         return Word(int(number), float(still), waits == b"1")
 
@@ -118,7 +121,9 @@ _LIVES = b"-"  # what stands in place of the end of a rank that has not ended
 
 
 class Board:
-    """The records of all ranks of a process group. Each rank has its own connection for them.
+    """Records of all ranks of a process group.
+
+    Each rank has a separate connection for them.
 
     Each method sends one request to the store, for any number of ranks, except ``left``.
 
@@ -133,13 +138,16 @@ class Board:
         self.where = where
 
     def enter(self, process: Process) -> None:
-        """Register a rank, once; it must have sent a heartbeat before."""
+        """Register a rank once.
+
+        It must have sent a heartbeat before.
+        """
         self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
         self._store.compare_set(f"end/{process.rank}", "", _LIVES.decode())
         self._store.add("entered", 1)
 
     def processes(self, ranks: int) -> list[Process] | None:
-        """Return all ranks, or None until every rank has registered."""
+        """Return all ranks, or None until every rank is registered."""
         if int(self._store.add("entered", 0)) < ranks:
             return None
         texts = self._store.multi_get([f"who/{rank}" for rank in range(ranks)])
@@ -153,57 +161,66 @@ class Board:
         )
 
     def look(self, rank: int) -> tuple[int, Word]:
-        """Return the number of verdicts and requests so far, and a rank's last short heartbeat."""
+        """Return the number of verdicts and requests so far, and a rank's latest short heartbeat."""
         news, word = self._store.multi_get(["news", f"word/{rank}"])
         return int(news), Word.of(word)
 
     def words(self, ranks: list[int]) -> list[Word]:
-        """Return the last short heartbeats of registered ranks."""
+        """Return the latest short heartbeats of registered ranks."""
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the last full heartbeats of ranks, which a rank writes even before it registers."""
+        """Return the latest full heartbeats of ranks.
+
+        A rank writes them even before it registers.
+        """
         texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Record that a rank has ended, with its error. An empty error means that it ended normally."""
+        """Record that a rank has ended, and its error. An empty error means that it ended normally."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return how a rank ended, or None if it has not ended or has never registered."""
+        """Return how a rank ended, or None if it is still running or never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return how each registered rank ended, or None for a rank that has not ended."""
+        """Return how each registered rank ended, or None for a running rank."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Record what happened to the run; return the first such record, possibly another rank's."""
+        """Record the verdict on the run.
+
+        Return the first recorded verdict, which may be another rank's.
+        """
         first = str(self._store.compare_set("verdict", "", verdict).decode())
         self._store.add("news", 1)
         return first
 
     def verdict(self) -> str | None:
-        """Return what happened to the run, or None if nothing has happened."""
+        """Return the verdict on the run, or None if there is none."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def told(self, rank: int) -> None:
-        """Record that a rank has read the verdict."""
+        """Record that a rank has read the verdict on the run."""
         self._store.set(f"word/{rank}", str(Word(KNOWS, 0.0, waits=False)))
 
     def ask_for_stacks(self, rank: int) -> None:
-        """Make all ranks print their stacks, because one rank has received SIGUSR1."""
+        """Make all ranks print their stacks after a rank has received SIGUSR1."""
         self._store.set("asked", str(rank))
         self._store.add("news", 1)
 
     def asking(self) -> int:
-        """Return the rank that received the last request."""
+        """Return the rank that received the last request for stacks."""
         return int(self._store.get("asked"))
 
     def open(self) -> None:
-        """Create the initial records. Every rank must call this method first."""
+        """Create the initial records of a rank.
+
+        Every rank must call this method first.
+        """
         self._store.add("news", 0)
 
 
@@ -216,7 +233,7 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a separate connection to the default process group's store, or None if it has no server."""
+    """Return a separate connection to the default process group's store, or None without a store server."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -15,7 +15,7 @@ _WAKE = 0  # no signal has this number
 
 
 class Deaths:
-    """Waits until a process ends, a signal arrives, or another thread wakes it.
+    """Wait until a process ends, a signal arrives, or another thread ends the wait.
 
     Attributes:
         gone: the watched processes that had already ended.
@@ -32,7 +32,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Add processes to those whose end ``wait`` waits for."""
+        """Add processes whose end ``wait`` detects."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
@@ -44,7 +44,7 @@ class Deaths:
                 self._selector.register(descriptor, selectors.EVENT_READ, process)
 
     def listen(self) -> None:
-        """Make signals that Python handles wake up ``wait`` and add them to ``signals``.
+        """Make signals that Python handles end ``wait``, and record them in ``signals``.
 
         Use this only if nothing else, such as an asyncio loop, receives the wake-ups.
         """
@@ -61,7 +61,10 @@ class Deaths:
             self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
-        """Wait for processes to end, and return those that ended; empty after a wake-up or the timeout."""
+        """Wait for processes to end and return them.
+
+        The result is empty after a wake-up or the timeout.
+        """
         found, self.gone = self.gone, []
         for key, _ in self._selector.select(0 if found else seconds):
             if key.data is None:

@@ -1,4 +1,4 @@
-"""Detect whether a process works in other threads or children while its main thread makes no progress.
+"""Detect whether other threads or children of a process work while its main thread makes no progress.
 
 For example, the main thread may wait at one line of Python for a graph compiler, a kernel builder or a
 checkpoint writer, without using CPU time itself. This does not count as a hang.
@@ -24,7 +24,7 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Compares the CPU time used with that of the previous call.
+    """Compare the used CPU time with that of the previous call.
 
     It is called about once a second, and only while the main thread stands still, because searching for
     children costs milliseconds on a machine with many processes.
@@ -33,11 +33,11 @@ class Elsewhere:
     _last: _Sample | None = field(default=None)
 
     def forget(self) -> None:
-        """Reset the measurement, because the main thread has moved."""
+        """Reset the measurement after the main thread has made progress."""
         self._last = None
 
     def computes(self) -> bool:
-        """Return True if other threads or a child have used enough CPU time since the last call.
+        """Return True if other threads or children have used enough CPU time since the last call.
 
         The CPU time of the calling thread is not counted.
         """
@@ -50,7 +50,7 @@ class Elsewhere:
 
 
 def _sample() -> _Sample:
-    """Return the CPU time used by this process, except for the calling thread, and by its children."""
+    """Return the CPU time of this process's other threads and of its children."""
     own = time.process_time() - time.thread_time()
     found = {}
     with contextlib.suppress(psutil.Error, OSError):

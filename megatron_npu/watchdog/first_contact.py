@@ -1,4 +1,4 @@
-"""Check, before process groups are created, that ranks on several machines can reach each other.
+"""Check that ranks on several machines can reach each other before process groups are created.
 
 Without this check, a host name that resolves to 127.0.1.1, or a firewall, causes a run to hang for ten
 minutes and to end with a page of C++ messages. Each rank registers at the store of the run; rank 0 waits for
@@ -40,7 +40,7 @@ _REACHABLE = (
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of a rank, as reported by the rank itself.
+    """Location of a rank, as the rank reports it.
 
     Attributes:
         rank, host: the number of the rank, and the host name of its machine.
@@ -62,7 +62,7 @@ class _Place:
 
 @contextlib.contextmanager
 def made() -> Iterator[None]:
-    """Check before the block, which creates process groups, that ranks on several machines reach each other.
+    """Check that ranks on several machines can reach each other, before the block creates process groups.
 
     On one machine, or if no launcher gives the number of ranks per machine, nothing is checked.
 
@@ -79,7 +79,7 @@ def made() -> Iterator[None]:
 
 
 def tell(error: UsageError) -> None:
-    """Tell the other ranks, if they are on several machines, that this one ended before the check.
+    """Tell the ranks on other machines that this rank ended before the check.
 
     Rank 0 may start its store later than this rank fails, so this waits for it, unless that was the error.
     """
@@ -114,7 +114,7 @@ def _where() -> tuple[str, int]:
 
 
 def _store() -> dist.TCPStore:
-    """Return a connection to the store of the run, which torchrun's agent or rank 0 serves.
+    """Connect to the store of the run, which torchrun's agent or rank 0 serves.
 
     Raises:
         UsageError: the store cannot be reached in time, or its port is in use.
@@ -133,7 +133,9 @@ def _store() -> dist.TCPStore:
 
 
 def serve(port: int) -> dist.TCPStore:
-    """Serve a store on a port of this machine, which torch's own store on this port will share.
+    """Serve a store on a port of this machine.
+
+    torch's own store on this port will share it.
 
     Raises:
         UsageError: the port cannot be used.
@@ -153,7 +155,7 @@ def serve(port: int) -> dist.TCPStore:
 
 
 def client_of(host: str, port: int) -> dist.TCPStore:
-    """Return a connection to a store at an address where something answers.
+    """Connect to a store at an address that answers.
 
     Raises:
         RuntimeError: it is not a store. torch logs a page for each attempt, so there are few.
@@ -193,7 +195,7 @@ def _listen(ears: contextlib.ExitStack, address: str) -> int:
 
 
 def _require_none(store: dist.Store, fault: list[str]) -> None:
-    """Raise the error ``fault`` if there is one.
+    """Raise the error in ``fault`` if there is one.
 
     Rank 0 first waits until the other ranks have read the error, because it may host the store.
     """
@@ -229,7 +231,10 @@ def _awaited(store: dist.Store, name: str) -> bytes:
 
 
 def _assemble(store: dist.Store, ranks: int) -> None:
-    """Wait for all ranks, and publish either the first rank of each machine or the fault."""
+    """Wait for all ranks.
+
+    Publish the first rank of each machine or the error.
+    """
     fault = _await_all(store, ranks)
     places = [] if fault else _places(store, ranks)
     firsts = {each.rank: [each.host, each.address, each.port, *each.hccl] for each in places if each.port}
@@ -241,7 +246,10 @@ def _assemble(store: dist.Store, ranks: int) -> None:
 
 
 def _await_all(store: dist.Store, ranks: int) -> list[str]:
-    """Wait for all ranks and log the missing ones; return the error of a rank that failed or timed out."""
+    """Wait for all ranks and log the missing ones.
+
+    Return the error of a rank that failed or timed out.
+    """
     began = said = time.monotonic()
     place = f"{_where()[0]}:{_where()[1]}"
     while int(store.add("arrived", 0)) < ranks:
@@ -277,7 +285,7 @@ def _places(store: dist.Store, ranks: int) -> list[_Place]:
 
 
 def _loopback(places: list[_Place]) -> list[str]:
-    """Return an error if a machine would advertise an address that only the machine itself can reach."""
+    """Return an error if a machine would advertise a loopback address, which others cannot reach."""
     bad = {each.host: each for each in places if network.is_private_to_the_machine(each.address)}
     if not bad:
         return []
@@ -296,7 +304,7 @@ def _loopback(places: list[_Place]) -> list[str]:
 
 
 def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
-    """Wait for the results of all machines, and publish the verdict."""
+    """Wait for the results of all machines, and publish the combined result."""
     if not places:
         return
     store.wait([f"reached/{rank}" for rank in places], timedelta(seconds=4 * _CONNECT))

@@ -1,4 +1,7 @@
-"""End ranks whose launcher has ended; the ranks of a killed torchrun would otherwise continue to train."""
+"""End ranks whose launcher has ended.
+
+The ranks of a killed torchrun would otherwise continue to train.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _THREAD = "megatron_npu launcher"
 
 
 def end_with_launcher() -> None:
-    """End this process as soon as the elastic agent that started it ends, or has ended (Linux only).
+    """End this process when the elastic agent that started it ends, or has already ended (Linux only).
 
     Processes that were started without a launcher, or by an unknown launcher, are not affected: with
     ``nohup`` or a batch system, they intentionally outlive their parent. A second call has no effect.
@@ -44,7 +47,7 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Allow ranks to connect inside the block; if that fails because the launcher has ended, report that.
+    """Report a launcher that has ended if ranks fail to connect within the block.
 
     The connection to the store may break before the thread that watches the launcher notices its end.
 

@@ -1,4 +1,4 @@
-"""The addresses of this machine: the address that gloo uses, and whether other machines can be reached."""
+"""Determine the addresses of this machine: the one that gloo uses, and whether others can be reached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Address = tuple[str, int]
 
 
 def machine() -> str:
-    """Return an identifier of this machine's network namespace, in which loopback works; empty if unknown."""
+    """Return an identifier of this machine's network namespace, within which loopback works.
+
+    It is empty if unknown.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -34,7 +37,9 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """Return the address that gloo binds to: that of ``GLOO_SOCKET_IFNAME``, or otherwise of the host name.
+    """Return the address that gloo binds to.
+
+    It belongs to ``GLOO_SOCKET_IFNAME`` or else to the host name.
 
     Raises:
         UsageError: the interface does not exist.
@@ -53,7 +58,7 @@ def own_address() -> str:
 
 
 def hccl_address() -> str:
-    """Return the address that HCCL was told to use, if this process has loaded torch_npu; empty otherwise.
+    """Return the configured address of HCCL if this process has loaded torch_npu, or an empty string.
 
     Raises:
         UsageError: it is not an address of this machine.
@@ -98,7 +103,7 @@ def is_private_to_the_machine(address: str) -> bool:
 
 
 def towards(host: str) -> tuple[str, str] | None:
-    """Return the interface through which a host is reached, and its address, or None if unknown."""
+    """Return the interface (name and address) through which a host is reached, or None if unknown."""
     with contextlib.suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -118,7 +123,9 @@ def listening(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """Try to connect to several addresses at once, and return the failures with their reasons.
+    """Try to connect to several addresses at the same time.
+
+    Return the failures with their reasons.
 
     Args:
         places: the addresses and ports, by name.

@@ -1,4 +1,4 @@
-"""The current phase of the main thread, which the code that the thread runs enters by name."""
+"""Record the current phase of the main thread, which running code enters by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _entered: list[Name] = []  # the innermost one last; another thread reads it
 
 @contextlib.contextmanager
 def phase(name: Name) -> Iterator[None]:
-    """Enter a phase for the block or the decorated function; an inner phase takes precedence.
+    """Enter a phase for the block or the decorated function.
+
+    An inner phase takes precedence.
 
     It has no effect in other threads, because the watchdog observes the main thread.
     """

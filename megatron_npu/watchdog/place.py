@@ -1,4 +1,4 @@
-"""The current position of the main thread, which another thread reads from its stack at no cost."""
+"""Read the main thread's position from its stack in another thread, without cost to the main thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAIT = "selectors"  # in which they do so
 
 @dataclass(frozen=True)
 class Place:
-    """A description of what a thread is doing.
+    """Description of the position of a thread.
 
     Attributes:
         phase: the phase of the run; see ``phases``.
@@ -76,7 +76,9 @@ def of_main_thread() -> Place:
 
 
 def _waits_for_people(frames: list[FrameType]) -> bool:
-    """Return True if a server is waiting for requests, or a prompt or debugger is waiting for a user."""
+    """Return True if the process waits for people: a server for requests, or a prompt or debugger for a
+    user.
+    """
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
     tops = [_module(each).partition(".")[0] for each in frames]

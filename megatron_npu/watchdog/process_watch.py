@@ -1,4 +1,4 @@
-"""The watchdog of this process, which is started by the first call of ``begin`` and stopped with the run."""
+"""Run the watchdog of this process, which ``begin`` starts and the end of the run stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.watchdog.rank import Rank
 
 
 class _OfProcess:
-    """The state of this process's watchdog.
+    """State of this process's watchdog.
 
     Attributes:
         step: the number of the current training step.
@@ -32,12 +32,14 @@ _process = _OfProcess()
 
 
 def step(number: int) -> None:
-    """Record that the step with this number starts."""
+    """Record the number of the step that starts."""
     _process.step = number
 
 
 def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
-    """Start the watchdog until the process ends; all ranks must call this.
+    """Start the watchdog until the process ends.
+
+    All ranks must call this.
 
     A single process watches itself. A second call has no effect.
 
@@ -64,14 +66,16 @@ def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
 
 
 def end() -> None:
-    """Stop the watchdog, because the run has completed."""
+    """Stop the watchdog because the run is complete."""
     if _process.watch is not None:
         _process.watch.stop()
         _process.watch = None
 
 
 def failed(error: BaseException) -> bool:
-    """Determine whether another rank caused an error; if not, report the error to the other ranks.
+    """Return True if another rank caused an error.
+
+    If not, report the error to the other ranks.
 
     The other ranks are still watched, because the exit may hang too.
 
@@ -83,7 +87,10 @@ def failed(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Run the watchdog inside the block; a process group must exist."""
+    """Run the watchdog within the block.
+
+    A process group must exist.
+    """
     begin()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The watchdog thread of one rank: it sends heartbeats, reads those of others, and reports failures."""
+"""Run the watchdog thread of one rank, which exchanges heartbeats and reports failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXIT = 1
 
 
 class _StoreEndedError(Exception):
-    """Raised when the process that hosted the store has ended."""
+    """Raised when the process that served the store has ended."""
 
 
 class Rank:
@@ -65,7 +65,7 @@ class Rank:
         self._has_entered = False
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the watchdog thread."""
         sys.excepthook = self._hook
         atexit.register(self.stop)
         if stacks.print_on_signal():
@@ -74,7 +74,7 @@ class Rank:
         self._guard.start()
 
     def stop(self) -> None:
-        """Stop the thread, and record that this rank ended normally, unless it has recorded an error."""
+        """Stop the watchdog thread, and record a normal end unless an error is recorded."""
         if os.getpid() != self._owner:  # a forked child, which has no such thread
             return
         atexit.unregister(self.stop)
@@ -92,7 +92,7 @@ class Rank:
     # -- what the main thread does
 
     def failed(self, error: BaseException) -> bool:
-        """Determine whether another rank caused an error; see ``process_watch.failed``."""
+        """Return True if another rank caused an error; see ``process_watch.failed``."""
         if self._blamed:
             return self._told.is_set()
         self._blamed = True
@@ -110,7 +110,7 @@ class Rank:
         return self._told.is_set()
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the process with an error, which is not printed if another rank is the reported cause."""
+        """End the process with an error, printed unless another rank is the reported cause."""
         if os.getpid() == self._owner:
             self.failed(error)
             if self._told.is_set() and (isinstance(error, RuntimeError) or _is_of_a_collective(error)):
@@ -154,7 +154,7 @@ class Rank:
             self._see_whether_anybody_moves()
 
     def _hear_signals(self) -> None:
-        """After SIGUSR1, request that all ranks print their stacks; this rank has already printed its own."""
+        """Ask all other ranks to print their stacks after SIGUSR1, as this rank has already done."""
         if signal.SIGUSR1 in self._deaths.signals:
             self._board.ask_for_stacks(self._rank)
         self._deaths.signals.clear()
@@ -175,7 +175,7 @@ class Rank:
         self._board.beat(self._rank, self._stillness.look())
 
     def _meet(self) -> None:
-        """Find the other ranks' processes, once all have registered."""
+        """Find the processes of the other ranks once all ranks have registered."""
         own = Process.own(self._rank)
         if not self._has_entered:
             self._board.enter(own)
@@ -190,7 +190,7 @@ class Rank:
         self._next_neighbour()
 
     def _hear_of_ends(self, seconds: float) -> None:
-        """Wait, and handle processes on this machine that have ended.
+        """Wait, and handle processes of this machine that have ended.
 
         Raises:
             _StoreEndedError: the store ended with one of them. A request to the store would print a page of
@@ -211,7 +211,7 @@ class Rank:
         self._judge(verdicts.of_end(process, error, beat))
 
     def _find_silent(self) -> None:
-        """After a failed collective, report ranks that failed or whose heartbeat has stopped."""
+        """Report ranks that failed or stopped sending heartbeats after a failed collective."""
         others = self._others_without_end()
         if self._told.is_set():
             return
@@ -228,7 +228,7 @@ class Rank:
         self._looked.set()
 
     def _others_without_end(self) -> list[Process]:
-        """Return the other ranks that have not ended, and report those that ended with an error."""
+        """Return the other running ranks, and report those that ended with an error."""
         others = [each for each in self._processes if each.rank != self._rank]
         ends = self._board.ends([each.rank for each in others]) if others else []
         for process, error in zip(others, ends, strict=True):
@@ -252,7 +252,7 @@ class Rank:
             self._hear_of_ends(min(_PERIOD, end - now))
 
     def _next_neighbour(self) -> None:
-        """Watch the heartbeat of the next rank that has not ended."""
+        """Watch the heartbeat of the next running rank."""
         order = [(self._neighbour + distance) % self._ranks for distance in range(1, self._ranks)]
         order = [rank for rank in order if rank != self._rank]
         living = [rank for rank, error in zip(order, self._board.ends(order), strict=True) if error is None]
@@ -278,7 +278,7 @@ class Rank:
             self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
-        """If no rank has moved for too long, report the ranks that the other ranks wait for."""
+        """Report the ranks for which others wait, if no rank has made progress for too long."""
         if self._stillness.still < self._limit or not self._processes:
             return
         living = self._living(self._processes)
@@ -297,7 +297,7 @@ class Rank:
             self._tell(self._board.judge(verdict))
 
     def _tell(self, verdict: str) -> None:
-        """Print what has happened, and end this process unless its main thread ends it."""
+        """Print the verdict, and end this process unless its main thread ends it."""
         print(f"megatron_npu: rank {self._rank} exits: {verdict}", file=sys.stderr, flush=True)
         if "\n" in verdict:  # a hang, and where each rank stands is of interest
             stacks.print_now()
@@ -314,7 +314,7 @@ class Rank:
             os._exit(_EXIT)
 
     def _wait_for_hearers(self) -> None:
-        """Wait until all ranks know the verdict, except those that have ended or lost their heartbeat."""
+        """Wait until all ranks know the verdict, except ranks that ended or lost their heartbeat."""
         began, own = time.monotonic(), Process.own(self._rank)
         first = self._last_words(self._processes)
         while (waited := time.monotonic() - began) < _HEARING:
@@ -335,7 +335,7 @@ class Rank:
         return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
     def _store_is_gone(self, error: Exception) -> None:
-        """Handle the loss of the store; if another machine's launcher hosted it, that machine is lost."""
+        """Handle the loss of the store, which means the loss of a machine if another launcher served it."""
         self._alone = True
         self._guard.stop()
         first = next(iter(self._processes), None)
@@ -345,7 +345,7 @@ class Rank:
             self._tell(verdicts.of_store(first, has_ended=False, error=error))
 
     def _without_store(self, first: Process | None, error: Exception) -> None:
-        """End the process if it waits in vain for ``first``, or for another process that hosted the store."""
+        """End the process if it waits in vain for the process that served the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -359,12 +359,12 @@ class Rank:
             return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
 
     def _first_ends(self, seconds: float) -> bool:
-        """Return True if rank 0, and the store with it, ends before the timeout or a wake-up."""
+        """Return True if rank 0, which serves the store, ends before the timeout or a wake-up."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
 
 
 def _limit_exit() -> None:
-    """Make SIGALRM end this process in ``_PATIENCE`` seconds, because its exit may hang.
+    """Make SIGALRM end this process after ``_PATIENCE`` seconds, because its exit may hang.
 
     The interpreter's shutdown waits for unfinished operations with ranks that are lost, without ever running
     Python's threads again.
@@ -376,7 +376,7 @@ def _limit_exit() -> None:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return True if an error, or one of its causes, has a type that collectives raise if a rank is lost.
+    """Return True if an error or one of its causes is of a type that collectives raise for a lost rank.
 
     0.16.1 converts every error during dataset construction to a plain ``Exception``.
     """
@@ -388,7 +388,9 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _is_of_a_launcher_elsewhere(first: Process) -> bool:
-    """Return True if an agent on another machine hosts the store; it outlives ranks that end normally."""
+    """Return True if an agent on another machine serves the store, and thus outlives ranks that end
+    normally.
+    """
     own = Process.own(-1)
     return not _rank_0_holds_store() and (first.host, first.space) != (own.host, own.space)
 

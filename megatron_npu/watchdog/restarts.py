@@ -1,4 +1,4 @@
-"""Support for ``torchrun --max-restarts``: detect stale addresses in a store used by an earlier attempt."""
+"""Support ``torchrun --max-restarts``: detect stale addresses of an earlier attempt in a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REMEDY = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def require_fresh_store() -> None:
-    """Check that a rank restarted by torchrun uses a store of its own attempt.
+    """Check that a rank restarted by torchrun does not use the store of an earlier attempt.
 
     By default, torchrun keeps the store (torch 2.5 to 2.13 at least, pytorch#135712), with the addresses of
     dead processes: a rank that reads these before they are overwritten waits or fails. Only the c10d
@@ -30,7 +30,7 @@ def require_fresh_store() -> None:
 
 
 def attempt() -> str:
-    """Return an identifier of this attempt in the store of the run, which is the same on all its ranks.
+    """Return an identifier of this attempt in the store, which is the same on all ranks.
 
     If torchrun's agent shares its store, the store survives restarts, and all agents count restarts alike. If
     each attempt has its own store, no identifier is needed, and the counts differ: a machine that joined

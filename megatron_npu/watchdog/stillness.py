@@ -1,4 +1,4 @@
-"""Measure how long the main thread has made no progress, and neither have others that work for it."""
+"""Measure how long the main thread, and threads or processes that work for it, have made no progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Checks about once a second where the main thread is.
+    """Check about once a second where the main thread is.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -49,7 +49,7 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
-        """Return True if others compute for the idle main thread, or a save or load makes progress."""
+        """Return True if others compute for the idle main thread, or if a save or load makes progress."""
         if self._elsewhere.computes():
             return True
         return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)

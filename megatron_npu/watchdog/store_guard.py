@@ -1,4 +1,6 @@
-"""End a rank whose network is lost, because the connection to the store would fail only after 15 minutes.
+"""End a rank that has lost its network.
+
+The connection to the store would fail only after 15 minutes.
 
 The watchdog's own thread waits for the store, so a second thread checks whether the store still answers.
 """
@@ -19,7 +21,7 @@ _EXIT = 1
 
 
 class StoreGuard:
-    """A thread that ends the process if the store does not answer in time.
+    """Thread that ends the process if the store does not answer in time.
 
     Args:
         limit: the maximum number of seconds without an answer.
@@ -33,11 +35,14 @@ class StoreGuard:
         self._thread = threading.Thread(target=self._run, name="megatron_npu store", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that guards the store."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread; call this when the store is no longer used."""
+        """Stop the thread.
+
+        Call this when the store is no longer used.
+        """
         self._stopping.set()
 
     def answered(self) -> None:

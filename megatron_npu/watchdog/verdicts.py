@@ -1,4 +1,4 @@
-"""Find the late ranks from the ranks' records, and write the messages, without store, threads or clocks."""
+"""Determine late ranks from the records of all ranks, and format the messages about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return the message for a process that ended with ``error``, or None if it did not report an error."""
+    """Return the message for a process that ended.
+
+    ``error`` is None if it did not report an error.
+    """
     how = f"exited with {error}" if error else "exited without an error message (it may have been killed)"
     return f"{process} {how}; last seen {beat}"
 
@@ -23,7 +26,7 @@ def of_end(process: Process, error: str | None, beat: Beat) -> str:
 def silent(
     others: Sequence[Process], before: Sequence[_Numbered], after: Sequence[_Numbered]
 ) -> list[tuple[Process, _Numbered]]:
-    """Return the ranks whose heartbeat did not change between two reads, with the heartbeat."""
+    """Return the ranks whose heartbeat did not change between two reads, with their heartbeats."""
     told = zip(others, before, after, strict=True)
     return [(process, word) for process, word, later in told if word.number == later.number]
 
@@ -42,7 +45,7 @@ def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
 
 
 def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
-    """Return the ranks that the other ranks wait for, if no rank makes progress.
+    """Return the ranks for which the other ranks wait, if no rank makes progress.
 
     Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
     step. If neither criterion applies, all ranks are returned.
@@ -68,13 +71,16 @@ def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list
 
 
 def of_late(waited_for: Sequence[Told], limit: float) -> str:
-    """Return the message about late ranks, which names them and includes their positions and stacks."""
+    """Return the message about late ranks, with their positions and stacks."""
     told = "; ".join(f"{process} is {beat}" for process, beat in waited_for)
     return f"no rank has made progress for {limit:.0f} s: {told}{_stacks(waited_for)}"
 
 
 def _stacks(waited_for: Sequence[Told]) -> str:
-    """Return the stacks of the late ranks; if the host waits for its device, only they show the cause."""
+    """Return the stacks of the late ranks.
+
+    Only they show the cause if the host waits for its device.
+    """
     if len(waited_for) == 1:
         return waited_for[0][1].stack()
     shown = "".join(f"\n rank {process.rank}:{beat.stack()}" for process, beat in waited_for[:SHOWN])
@@ -82,7 +88,7 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 
 
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
-    """Return the message for a store on another process that has not answered."""
+    """Return the message about an unresponsive store in another process."""
     return (
         f"rank {rank} exits: the run's store at {where} has not answered for {seconds:.0f} s: the "
         f"network to the machine of {first or 'rank 0'} is interrupted, or that machine is suspended or "
@@ -91,7 +97,7 @@ def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
 
 
 def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str:
-    """Return the message for the loss of a store that rank 0 hosted."""
+    """Return the message about the loss of the store that rank 0 served."""
     who = first or "rank 0"
     if has_ended:
         return f"{who} has exited (killed, or with an error), and the run's store with it"

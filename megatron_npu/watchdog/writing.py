@@ -1,4 +1,4 @@
-"""Detect from the I/O of this process and its children whether a save progresses, and which file blocks it.
+"""Detect from I/O counters whether a save makes progress, and which file blocks it.
 
 A hanging disk, a network file system without its server, or a lock that is never released makes a save wait
 at one line of Python without using CPU time. A slow save also waits, but bytes are written. A load is judged
@@ -25,17 +25,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Compares the bytes written so far with the count when a save last made progress."""
+    """Compare the bytes written so far with those at the last progress of a save."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0
 
     def forget(self) -> None:
-        """Reset the measurement, because the main thread has made progress."""
+        """Reset the measurement after the main thread has made progress."""
         self._own = None
 
     def gets_on(self, *, reads: bool = False) -> bool:
-        """Return True if enough has been written since the last call that returned True, or the first call.
+        """Return True if enough bytes were written since the last call that returned True.
 
         Args:
             reads: whether to count the bytes read instead.
@@ -56,7 +56,9 @@ class Writing:
 
 
 def current_file() -> str:
-    """Return the file being written, with its size: that of a blocked call, or otherwise the newest file.
+    """Return the file being written and its size.
+
+    It is the file of a blocked call, or else the newest file.
 
     The result is empty if no file is open.
     """
@@ -112,14 +114,20 @@ def _waits_for_disk(pid: int) -> bool:
 
 
 def _descriptors_waited_with(pid: int) -> Iterator[int]:
-    """Yield the first argument of each thread's current system call, which for a write is its file."""
+    """Yield the first argument of each thread's current system call.
+
+    For a write, it is the file descriptor.
+    """
     for thread in _threads(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):  # one that runs is in none
             yield int((thread / "syscall").read_text(encoding="ascii").split()[1], 16)
 
 
 def _open_files(pid: int) -> Iterator[tuple[int, tuple[str, os.stat_result]]]:
-    """Yield the regular files that a process has open for writing, by descriptor, except standard streams."""
+    """Yield the regular files that a process has open for writing, by descriptor.
+
+    Standard streams are excluded.
+    """
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Helpers that this project's web servers share: their addresses, and the headers of every response."""
+"""Provide helpers that this project's web servers share: addresses and response headers."""

@@ -1,4 +1,4 @@
-"""The address on which a server listens, in the form ``[HOST:]PORT``.
+"""Parse the address ``[HOST:]PORT`` on which a server listens.
 
 This module imports only the standard library and no server package.
 """
@@ -19,7 +19,10 @@ _WAITING = 128  # connections that wait to be taken
 
 
 class Address(NamedTuple):
-    """A host name or IP address, and a port. Port 0 selects any free port."""
+    """Host name or IP address, and port.
+
+    Port 0 selects any free port.
+    """
 
     host: str
     port: int
@@ -37,7 +40,9 @@ class Address(NamedTuple):
 
 
 def address(text: str) -> Address:
-    """Parse an address of the form ``[HOST:]PORT``; used as a ``type`` for ``add_argument``.
+    """Parse an address of the form ``[HOST:]PORT``.
+
+    It can be passed as ``type`` to ``add_argument``.
 
     Raises:
         Unfit: ``text`` is not an address.
@@ -51,7 +56,7 @@ def address(text: str) -> Address:
 
 
 def listening(given: str, wanted: Address) -> socket.socket:
-    """Return a socket that listens on an address.
+    """Return a socket that listens on the given address.
 
     Args:
         given: the address as the user typed it, such as ``--at 127.0.0.1:80``.
@@ -71,7 +76,7 @@ def listening(given: str, wanted: Address) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """Return the URL to open in a browser on this machine."""
+    """Return the URL of a server for a browser on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -1,4 +1,4 @@
-"""The HTTP headers of every response of this project's servers."""
+"""Define the HTTP headers of every response of this project's servers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Adaptors for the two Megatron-DeepSpeed checkouts: one folder for each, and shared code."""
+"""Contain the adaptors for the two Megatron-DeepSpeed checkouts, and their shared code."""

@@ -1,4 +1,4 @@
-"""Support for ``--deepspeed``: run DeepSpeed's engine with a current version of DeepSpeed."""
+"""Support ``--deepspeed``: train with the engine of a current DeepSpeed version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, mpu: str) -> None:
-    """Record patches for the code with which a Megatron-DeepSpeed checkout builds its engine.
+    """Record patches for the code in which a Megatron-DeepSpeed checkout builds its engine.
 
     Args:
         recorder: the checkout's recorder.
@@ -31,7 +31,9 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "weights steps from others",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``deepspeed.initialize`` without the name of the configuration file, and fix the engine."""
+        """Call ``deepspeed.initialize`` without the configuration file's name, and fix the returned
+        engine.
+        """
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
 
@@ -88,7 +90,7 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Make only the pipeline, and not DeepSpeed's hook, time this stage's backward pass.
+    """Time this stage's backward pass only in the pipeline, and not in DeepSpeed's hook as well.
 
     With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
@@ -123,7 +125,10 @@ def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
 
 
 def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
-    """Return True if this process counts the parameter in the norm, which only one of its replicas may do."""
+    """Return True if this process counts the parameter in the norm.
+
+    Only one replica of each parameter is counted.
+    """
     split = getattr(parameter, "tensor_model_parallel", False)
     of_another_stage = getattr(parameter, "ds_pipe_replicated", False)  # tied: the embedding of the last
     return not of_another_stage and (split or mpu.get_tensor_model_parallel_rank() == 0)

@@ -1,4 +1,4 @@
-"""Fixes for the first step and the loss scale of DeepSpeed 0.19.8 in 16-bit training without ZeRO."""
+"""Fix the first step and the loss scale of DeepSpeed 0.19.8 in 16-bit training without ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Call ``deepspeed.initialize``, and fix its engine so that it starts and scales as it does with ZeRO.
+    """Call ``deepspeed.initialize``, and make the engine start and scale the loss as it does with ZeRO.
 
     Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments. As a
     result, the weights decay once, and Adam's bias correction starts at step 2, which shrinks the first
@@ -45,7 +45,7 @@ def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any
 
 
 def multiply_the_loss(engine: Any) -> None:
-    """Make an engine's backward pass multiply the loss by the loss scale if DeepSpeed does not do so itself.
+    """Make the engine's backward pass multiply the loss by the loss scale, if DeepSpeed itself does not.
 
     Args:
         engine: DeepSpeed's engine; it is left unchanged if it does not train in fp16 or if it uses ZeRO.
@@ -56,7 +56,7 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make an engine that loads weights but no optimizer state train from the loaded weights.
+    """Make the engine continue from loaded weights if no optimizer state was loaded.
 
     DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
     Otherwise, the first step reverts to the weights with which the model was built.
@@ -81,10 +81,13 @@ def step_from_loaded_weights(engine: Any) -> None:
 
 
 class LossTimesScale:
-    """A replacement for torch's ``GradScaler`` that only multiplies the loss; the optimizer does the rest."""
+    """Replacement for torch's ``GradScaler`` that only multiplies the loss.
+
+    The optimizer does the rest.
+    """
 
     def __init__(self, optimizer: Any) -> None:
-        """Store the engine's optimizer, which has a ``loss_scale_config``."""
+        """Store the engine's optimizer, whose ``loss_scale_config`` contains the loss scale."""
         self.optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ class LossTimesScale:
         """Do nothing, because the optimizer's ``step`` unscales and clips the gradients."""
 
     def step(self, optimizer: Any) -> None:
-        """Run the optimizer's step as usual."""
+        """Run the optimizer's step unchanged."""
         optimizer.step()
 
     def update(self) -> None:

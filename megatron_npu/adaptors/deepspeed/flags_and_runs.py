@@ -1,4 +1,4 @@
-"""Flags and start-up shared by the Megatron checkouts that train with DeepSpeed's engine."""
+"""Provide flags and start-up code for Megatron checkouts that train with DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def connect_start(recorder: Recorder) -> None:
 
 
 def meet(original: Callable[..., None]) -> None:
-    """Set the rank of a process that has no launcher, and remove stale locks of DeepSpeed's compilations."""
+    """Set the rank of a process without a launcher, and remove stale locks of DeepSpeed's compilations."""
     rendezvous.provide_address()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -73,7 +73,7 @@ _REMEDY = (
 
 
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
-    """Record patches that keep checkpoints private and checksummed, and load them without running code.
+    """Record patches that keep checkpoints private and checksummed, and that load them without running code.
 
     This includes the checkpoints of DeepSpeed's engine.
 
@@ -97,7 +97,10 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
+        """Load tensors, numbers and arguments, but no code.
+
+        An invalid file raises a one-line error.
+        """
         from megatron import get_args
 
         given = get_args()
@@ -124,7 +127,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
 
 
 def _newest(given: argparse.Namespace, root: str) -> Path | None:
-    """Return the checkpoint to load, or None if no tracker names a checkpoint."""
+    """Return the checkpoint to load, or None if there is no tracker file that names one."""
     if not given.deepspeed:
         return of_scripts.to_load(root)
     # of DeepSpeed's ds_to_universal, beside the other
@@ -140,7 +143,7 @@ def _newest(given: argparse.Namespace, root: str) -> Path | None:
 def save_privately(
     original: Callable[..., None], iteration: int, model: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Save files that are private, and write their checksums before the tracker names the checkpoint."""
+    """Save a checkpoint in private files, and write checksums before the tracker names the checkpoint."""
     from megatron import get_args
 
     given = get_args()
@@ -159,7 +162,7 @@ def save_privately(
 
 @contextlib.contextmanager
 def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
-    """Yield the name of the folder that the engine saves into; record it as the newest after the block."""
+    """Yield the name of the folder into which the engine saves, and record it as the newest afterwards."""
     tag = f"global_step{engine.global_steps}"
     replaced = Replaced()  # the engine may have a method of its own, set by a program
     replaced.set(
@@ -192,7 +195,7 @@ def connect_refusals(recorder: Recorder, refuse: Callable[[argparse.Namespace], 
         order=2,  # what this checkout is fixed of lies inside
     )
     def parse_and_refuse(original: Callable[..., argparse.Namespace], *args: Any, **kwargs: Any) -> Any:
-        """Parse the arguments, and reject those that would cause an error later."""
+        """Parse the arguments, and reject those that would cause an error later in the run."""
         refuse_flags_of_other_trees(sys.argv[1:])
         parsed = original(*args, **kwargs)
         refuse(parsed)

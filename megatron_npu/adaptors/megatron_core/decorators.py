@@ -1,4 +1,4 @@
-"""The decorators of ``patching``, bound to this upstream."""
+"""Provide the decorators of ``patching`` bound to this upstream, and reasons to skip patches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ own_backport = partial(around, upstream_bug=True, condition=decorators.own_backp
 
 
 def transformer_engine_present() -> str | None:
-    """Return the reason why a patch for missing TransformerEngine kernels is not needed."""
+    """Return the reason why a replacement for TransformerEngine's kernels is not needed, or None."""
     return None if standins.te_layers() else installed("transformer_engine")
 
 
 def te_layers_present() -> str | None:
-    """Return the reason why a patch for missing TransformerEngine layers is not needed.
+    """Return the reason why a replacement for TransformerEngine's layers is not needed, or None.
 
     TransformerEngine is installed, or our layers are registered under its names.
     """
@@ -33,12 +33,12 @@ def te_layers_present() -> str | None:
 
 
 def te_layers_not_ours() -> str | None:
-    """Return the reason why a patch for our layers under TransformerEngine's names is not needed."""
+    """Return the reason why a patch for our layers with TransformerEngine's names is not needed, or None."""
     if standins.te_layers():
         return None
     return installed("transformer_engine") or NotAsked("MEGATRON_NPU_TE is not local")
 
 
 def fused_optimizer_present() -> str | None:
-    """Return the reason why a patch for missing fused optimizers is not needed."""
+    """Return the reason why a replacement for fused optimizers is not needed, or None."""
     return transformer_engine_present() or installed("apex")

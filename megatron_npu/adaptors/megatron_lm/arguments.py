@@ -1,4 +1,4 @@
-"""Patches for ``megatron.arguments``: flags of this package, and arguments of torch's current launchers."""
+"""Patch ``megatron.arguments``: flags of this package, and arguments of torch's current launchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_fla
 def add_linear_loss(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Add the flag of later Megatron versions."""
+    """Add a flag of later Megatron versions for the linear loss."""
     parser = original(parser)
     parser.add_argument(
         "--cross-entropy-fusion-impl",
@@ -56,7 +56,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 def choose_buffers(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject the flag if HCCL is not used; otherwise, record the arguments."""
+    """Reject the HCCL buffer flag on other backends, and record the arguments otherwise."""
     hccl_buffers.choose(args)
     return original(args, *rest, **named)
 
@@ -89,7 +89,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
 def check_activation_offloading(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject unsupported combinations after upstream has determined what is recomputed."""
+    """Reject unsupported combinations after upstream has determined which layers are recomputed."""
     validated = original(args, *rest, **named)
     memory_flags.check_activation_offloading(validated)
     return validated
@@ -109,7 +109,7 @@ around(
     ),
 )
 def presume_one_connection(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Set the variable if the user has not set it."""
+    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 if the user has not set it."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return original(*args, **kwargs)
 

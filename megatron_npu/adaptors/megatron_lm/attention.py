@@ -1,4 +1,4 @@
-"""Core attention for all models of this checkout, and the softmax of the path that is not fused."""
+"""Patch the core attention of all models of this checkout, and the unfused softmax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ core_attention.connect(records)
     why="upstream's version needs the packages flash-attn and einops, half precision and CUDA",
 )
 class FlashSelfAttention(torch.nn.Module):
-    """Fused attention with upstream's interface; flags set the window and layout when it is built.
+    """Fused attention with upstream's interface.
+
+    Its window and layout are set from flags when it is built.
 
     Args:
         causal: whether to hide keys after the query's own position; queries are aligned with the last keys.
@@ -67,7 +69,7 @@ class FlashSelfAttention(torch.nn.Module):
     "anyway",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
-    """Build the layer without upstream's flash path, which is not needed because CoreAttention is fused."""
+    """Build the layer without upstream's flash-attention path, because CoreAttention is already fused."""
     with core_attention.without_flash("use_flash_attn") as asked:
         original(self, *positional, **keywords)
     core_attention.give_flags(self, self.core_attention)

@@ -1,4 +1,4 @@
-"""Functions that ``tools/checkpoint_util.py`` calls but that this commit does not have."""
+"""Provide functions that ``tools/checkpoint_util.py`` calls but that this commit lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
     until="the tool calls mpu.set_... (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set ``mpu.parallel_state`` to ``mpu`` for the tool, which uses it next."""
+    """Set ``mpu.parallel_state`` to ``mpu`` for the tool."""
     from megatron.core import mpu
 
     mpu.parallel_state = mpu
@@ -35,5 +35,7 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
     until="transformers request a group only with fp8 (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
-    """Return None, which means a group of only this process, if torch.distributed is not initialized."""
+    """Return None, which stands for a group of this process alone, if torch.distributed is not
+    initialized.
+    """
     return original() if torch.distributed.is_initialized() else None

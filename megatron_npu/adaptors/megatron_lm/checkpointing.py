@@ -1,4 +1,4 @@
-"""Patches for ``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
+"""Patch ``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ around(
     "code 0; torch.load up to 2.5 executes any code in the file",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-    """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
+    """Load tensors, numbers and arguments, but no code.
+
+    An invalid file raises a one-line error.
+    """
     from megatron.model import enums
 
     with data_only(load_dir, enums.ModelType):
@@ -74,7 +77,10 @@ def refresh_main_weights(
 def require_what_is_evaluated(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Require a checkpoint for evaluation; training, which has an optimizer, may start without one."""
+    """Require a checkpoint for evaluation.
+
+    Training, which has an optimizer, may start without one.
+    """
     load_arg, directory = _directory(*rest, **kwargs)
     if optimizer is None and not Path(directory, of_scripts.TRACKER).is_file():
         raise UsageError(
@@ -88,7 +94,7 @@ def require_what_is_evaluated(
 def _directory(
     opt_param_scheduler: Any = None, load_arg: str = "load", strict: bool = True
 ) -> tuple[str, str]:
-    """Return the name and the value of the argument that specifies the checkpoint folder.
+    """Return the name and the value of the flag that specifies the checkpoint folder.
 
     Args:
         opt_param_scheduler, load_arg, strict: the arguments of ``load_checkpoint`` after the first two.
@@ -108,7 +114,10 @@ _CHOSEN: ContextVar[int | None] = ContextVar("selects the iteration to load", de
 def compare_checksums(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Verify the checksums of the checkpoint to load; with the flag, fall back to an older valid one."""
+    """Verify the checksums of the checkpoint to load.
+
+    If the flag is given, use an older valid one instead.
+    """
     from megatron import get_args
 
     args = get_args()
@@ -135,7 +144,7 @@ def compare_checksums(
     why="--load-last-good: this tree has no --ckpt-step; only the tracker selects the checkpoint to load",
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
-    """Return the chosen iteration, and False because the checkpoint is not a release."""
+    """Return the selected iteration, and False because the checkpoint is not a release."""
     chosen = _CHOSEN.get()
     return original(tracker_filename) if chosen is None else (chosen, False)
 
@@ -155,7 +164,10 @@ around(
 )
 @watchdog.phase(watchdog.SAVING)
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Save private files; write their checksums, and rename the tracker once all files are written."""
+    """Save private files and their checksums.
+
+    The tracker is renamed once all files are written.
+    """
     from megatron import get_args
 
     given = get_args()
@@ -173,7 +185,7 @@ def save_privately(original: Callable[..., None], iteration: int, *args: Any, **
 
 @contextlib.contextmanager
 def whole_files() -> Iterator[None]:
-    """Make ``torch.save`` replace a file only once the new file is complete.
+    """Make ``torch.save`` replace a file only after the new file is complete.
 
     If the disk is full, the old file is kept.
     """

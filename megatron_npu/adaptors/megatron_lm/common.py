@@ -1,4 +1,4 @@
-"""Record the patches in ``shared`` that this upstream has in common with other upstreams."""
+"""Record the patches in ``shared`` that this upstream has in common with others."""
 
 from __future__ import annotations
 

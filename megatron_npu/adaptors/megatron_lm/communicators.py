@@ -1,4 +1,4 @@
-"""Support for ``--hccl-group-buffer-adaptive``: HCCL buffer sizes for groups of ``mpu`` and the local DDP."""
+"""Support ``--hccl-group-buffer-adaptive`` for the groups of ``mpu`` and the local DDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUPS = {
 
 @around("megatron.core.parallel_state:initialize_model_parallel", devices=("npu",), why=communicators.WHY)
 def fit_buffers(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Choose buffer sizes for the groups whose messages the arguments determine."""
+    """Choose buffer sizes for the groups whose message sizes follow from the arguments."""
     original(*args, **kwargs)
     if not hccl_buffers.asked():
         return
@@ -36,7 +36,10 @@ def fit_buffers(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     "megatron.model.distributed:DistributedDataParallel.__init__", devices=("npu",), why=communicators.WHY
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose the buffer size of the group that reduces the gradient buffers, each in one call."""
+    """Choose the buffer size of the group that reduces the gradient buffers.
+
+    Each buffer is reduced in one call.
+    """
     original(self, *args, **kwargs)
     if not hccl_buffers.asked() or not self._grad_buffers:
         return

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.model.distributed``, the DDP that keeps gradients in one buffer."""
+"""Patch ``megatron.model.distributed``, whose DDP stores gradients in one buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.adaptors.shared import gradients
 
 @around("megatron.model.distributed:DistributedDataParallel._make_param_hook", why=gradients.WHY)
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Add vector gradients at the end of the backward pass, and to tables only the rows that were read."""
+    """Add vector gradients at the end of the backward pass, and update only the table rows that were read."""
     if param.dim() != 1:
         gradients.may_take_rows(param)
         return original(self, param)

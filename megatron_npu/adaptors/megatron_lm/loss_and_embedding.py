@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy and embedding, and the step from the model's output to its loss."""
+"""Patch vocabulary-parallel cross-entropy and embedding, and the loss computed from the model's output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cross_entropy_forward(
 
 @replace(f"{_TARGET}.backward", why=_WHY)
 def cross_entropy_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-    """Return the gradient of ``forward`` with respect to the logits."""
+    """Return the gradient of the loss with respect to the logits."""
     return CrossEntropy.backward(ctx, grad_output)[0], None, None
 
 
@@ -70,7 +70,9 @@ def post_language_model_processing(
     parallel_output: bool,
     fp16_lm_cross_entropy: bool,
 ) -> Tensor:
-    """Return the fp32 loss ``[b, s]`` for ``[s, b, h]`` and labels, or logits ``[b, s, v]`` without labels.
+    """Return the fp32 loss ``[b, s]`` of ``[s, b, h]`` and labels.
+
+    Without labels, return logits ``[b, s, v]``.
 
     The results are those of upstream without ``fp16_lm_cross_entropy``, which there is no reason to set here.
     """
@@ -86,7 +88,10 @@ def post_language_model_processing(
 
 
 def _without_logits() -> bool:
-    """Return True if the output layer and the loss are fused, which on a cpu is always the case."""
+    """Return True if the output layer and the loss are fused.
+
+    On a cpu, they are always fused.
+    """
     return _asks_for_linear() or devices.current().name == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.model.fused_layer_norm``: layer norm without a CUDA extension."""
+"""Patch ``megatron.model.fused_layer_norm`` to compute layer norm without a CUDA extension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ around(
 
 @replace(f"{_TARGET}.forward", why="upstream's kernel is a CUDA extension, which it compiles at start")
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Normalize ``[..., h]``; the result has the weight's dtype, as with upstream's CUDA kernel."""
+    """Apply layer norm to ``[..., h]``.
+
+    The result has the weight's dtype, as with upstream's CUDA kernel.
+    """
     from megatron.core.utils import make_viewless_tensor
 
     result = residual_norm.result_of(self, input)

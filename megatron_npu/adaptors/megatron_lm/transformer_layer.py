@@ -18,7 +18,10 @@ biased_product.connect(records, fusions.no_bias)  # upstream expands what it is 
 
 @around(f"{_TRANSFORMER}:ParallelTransformer.__init__", devices=("npu",), why=residual_norms.WHY, order=1)
 def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Store in each layer the norms that read its sums: its own, and the next layer's or the final norm."""
+    """Store in each layer the norms that read its residual sums.
+
+    These are its own norms, and the next layer's norm or the final norm.
+    """
     original(self, *args, **kwargs)
     layers = list(self.layers)
     for layer in layers:
@@ -37,6 +40,6 @@ def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any
 
 @around(f"{_TRANSFORMER}:ParallelTransformerLayer.forward", devices=("npu",), why=residual_norms.WHY)
 def forward(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Map ``[s, b, h]`` to ``[s, b, h]`` while the functions that add residuals know the layer's norms."""
+    """Map ``[s, b, h]`` to ``[s, b, h]``, with the layer's norms known to its residual additions."""
     with residual_norms.read_by(getattr(self, _NORMS, ()) if self.training else ()):
         return original(self, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""Functions that are not patched although a patch might be expected; only their pins are compared."""
+"""List functions that are deliberately not patched.
+
+Only their pins are compared.
+"""
 
 from megatron_npu.adaptors.megatron_lm.decorators import watch
 

@@ -1,1 +1,1 @@
-"""Code shared by the adaptors of several upstreams."""
+"""Contain code that the adaptors of several upstreams share."""

@@ -1,4 +1,4 @@
-"""Support for ``--fine-grained-activation-offloading`` in Megatron versions that do not have it."""
+"""Support ``--fine-grained-activation-offloading`` in Megatron versions without this flag."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the patch that a linear layer requires while hooks handle the tensors that autograd saves."""
+    """Record the patch that linear layers require while saved tensors are offloaded."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
 
 
 def keep_weight(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
-    """Keep the parameter itself for the backward pass, so that it bypasses the hooks."""
+    """Keep the weight parameter for the backward pass, bypassing the saved-tensor hooks."""
     return original(ctx if _hooks(False) is None else _Keeping(ctx), *args)
 
 
@@ -53,7 +53,7 @@ _WEIGHT = "megatron_npu_weight"
 
 
 class _Keeping:
-    """A wrapper for an autograd context that saves an input and a weight, and keeps the weight object itself.
+    """Wrapper of an autograd context that keeps the weight object instead of saving it.
 
     With hooks, autograd returns a new tensor for everything that it has saved, even if the hooks return the
     tensor that they were given, so a parameter would lose its attributes. In addition, a hook cannot move a

@@ -1,4 +1,4 @@
-"""Support for stock scripts' checkpoints in object storage (``msc://``), if upstream can write them."""
+"""Support checkpoints of stock scripts in object storage (``msc://``), if upstream can write them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOUNT = "Mount the storage, or save to a disk and copy complete checkpoints."
 
 
 def is_address(place: str | Path | None) -> bool:
-    """Return True if a path is an address in object storage, which must not be used as a folder."""
+    """Return True if a path is an address in object storage rather than a folder."""
     return "://" in str(place)
 
 
 def require_supported(args: Any) -> None:
-    """Check that upstream can read and write the addresses given as ``--save`` and ``--load``.
+    """Check that upstream can read and write the addresses in ``--save`` and ``--load``.
 
     Raises:
         UsageError: upstream does not support the address, and would create a folder with that name.
@@ -66,7 +66,7 @@ def _require_format(given: str, args: Any) -> None:
 
 
 def declare_whole(place: str) -> None:
-    """Write the object that marks a checkpoint as complete. All ranks must call this."""
+    """Write the marker object of a complete checkpoint. All ranks must call this."""
     import multistorageclient
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Flags that this package adds to the parsers of all upstreams."""
+"""Add this package's flags to the parsers of all upstreams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connect_attention_flags(recorder: Recorder) -> None:
 
 
 def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the flags of ``AttentionFlags`` after upstream's own."""
+    """Add the flags of ``AttentionFlags`` after upstream's own flags."""
     parser = original(parser)
     attention_flags.add_attention_flags(parser)
     _explain_unknown_flags(parser)
@@ -29,7 +29,7 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
 
 
 def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the parser's message about an unknown flag name what replaces it here, or the nearest flags.
+    """Make the parser's message about an unknown flag suggest its replacement or similar flags.
 
     The error is printed without the list of all flags, which has hundreds of lines, and torchrun repeats it.
     """
@@ -47,7 +47,7 @@ def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _hint(flag: str, known: Collection[str]) -> str:
-    """Return a line about an unknown flag, or "" if no known flag is like it."""
+    """Return a line about an unknown flag, or an empty string if no known flag is similar."""
     instead = instead_of(flag, known)
     if instead:
         return f"\nmegatron_npu: {flag}: use {instead}."
@@ -56,7 +56,7 @@ def _hint(flag: str, known: Collection[str]) -> str:
 
 
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a function to record with ``around`` that makes ``declare`` add flags after upstream's own."""
+    """Return a function to record with ``around`` that adds flags with ``declare`` after upstream's flags."""
 
     def add(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
@@ -71,7 +71,7 @@ def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., ar
 def accept_local_rank_with_a_dash(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Accept both spellings, ``--local_rank`` and ``--local-rank``."""
+    """Accept both ``--local_rank`` and ``--local-rank``."""
     parser = original(parser)
     parser.add_argument("--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""Checksums in the checkpoints of stock scripts, for all upstreams.
+"""Write and verify checksums of stock scripts' checkpoints, for all upstreams.
 
 Checksums are written with each checkpoint, before the tracker names the checkpoint, and are verified while it
 is loaded. ``--load-last-good`` skips damaged checkpoints.
@@ -55,7 +55,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
 
 
 def folder(root: str | Path, iteration: int, *, release: bool = False) -> Path:
-    """Return the folder in which the scripts save the checkpoint of an iteration, or of released weights."""
+    """Return the folder of a checkpoint, for an iteration or for released weights."""
     return Path(root) / (RELEASE if release else f"iter_{iteration:07d}")
 
 
@@ -68,7 +68,7 @@ def begin_save(place: Path) -> None:
 
 @dataclass
 class Save:
-    """A save by a script that is in progress.
+    """Save of a checkpoint that is in progress.
 
     Attributes:
         tracker: the file that will name the checkpoint.
@@ -81,7 +81,7 @@ class Save:
     afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def publish(self) -> bool:
-        """Rename the tracker if the script has written it, and return True if it was renamed."""
+        """Rename the tracker if the script has written it. Return True if it was renamed."""
         if not self.partial.is_file():  # on rank 0 alone it is
             return False
         self.partial.replace(self.tracker)
@@ -92,7 +92,7 @@ _SAVE: ContextVar[Save | None] = ContextVar("tracks the save that is in progress
 
 
 def under_way() -> Save | None:
-    """Return the script's save in progress.
+    """Return the script's save that is in progress, or None.
 
     An asynchronous save is returned only while it is being started.
     """
@@ -154,7 +154,7 @@ def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) ->
 
 
 def named(tracker: str) -> str:
-    """Return the final path of a tracker."""
+    """Return the final path of a tracker with a temporary name."""
     save = under_way()
     return tracker if save is None else str(save.tracker)
 
@@ -178,7 +178,7 @@ def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractCo
 
 
 def require_same(root: str | Path, place: Path | None) -> None:
-    """Check that all ranks load the same checkpoint, or that none loads one. All ranks must call this.
+    """Check that all ranks load the same checkpoint or none. All ranks must call this.
 
     Raises:
         UsageError: the machines of the ranks have different checkpoints under ``root``.
@@ -193,7 +193,9 @@ def is_release(root: str | Path) -> bool:
 
 
 def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
-    """Return the checkpoint that a script loads, or None if it loads none; log any newer checkpoints.
+    """Return the checkpoint that a script loads, or None.
+
+    Newer checkpoints are logged.
 
     Args:
         root: the folder that contains the checkpoints.
@@ -208,7 +210,7 @@ def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
 
 
 def of_tracker(root: str | Path) -> Path | None:
-    """Return the checkpoint that the tracker under ``root`` names, or None if it names none."""
+    """Return the checkpoint that the tracker under ``root`` names, or None."""
     tracker = Path(root) / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
     if text == RELEASE:

@@ -1,4 +1,4 @@
-"""Helpers for choosing and logging the HCCL buffer sizes of process groups."""
+"""Choose and log the HCCL buffer sizes of process groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fit_group(group: ProcessGroup, name: str) -> None:
 
 
 def fit_buffer(group: ProcessGroup, message: int, name: str) -> None:
-    """Choose a group's buffer size from its largest message, in bytes, unless its options set it."""
+    """Choose a group's buffer size from its largest message in bytes, unless its options set the size."""
     _fit(group, name, hccl_buffers.size_of(message))
 
 
@@ -42,7 +42,7 @@ def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
 
 
 def say_buffer(group: str, mebibytes: int | None) -> None:
-    """Log once how much device memory a group's communicator uses and how much is the default, in MiB."""
+    """Log once how much device memory a communicator uses, and the default amount, in MiB."""
     default = hccl_buffers.default()
     if mebibytes is not None and mebibytes != default:
         _say_once(group, mebibytes, default)

@@ -1,4 +1,4 @@
-"""Code for core attention that is shared by both Megatrons."""
+"""Share the core attention code of the older Megatron checkouts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def forward(
 
 @contextlib.contextmanager
 def without_flash(*names: str) -> Iterator[bool]:
-    """Disable upstream's flash-attention flags while a layer is built, and yield whether one was enabled."""
+    """Disable upstream's flash-attention flags while a layer is built.
+
+    Yield whether one was enabled.
+    """
     from megatron import get_args
 
     args = vars(get_args())
@@ -74,7 +77,7 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Set a ``ParallelAttention``'s window and layout to those that the flags currently define.
+    """Set the window and layout of a ``ParallelAttention`` from the flags.
 
     They are set on its core attention. Cross-attention has no window.
     """
@@ -85,12 +88,12 @@ def give_flags(layer: Any, core: Any) -> None:
 
 
 def scale_of(layer: Any) -> float:
-    """Return the factor by which scores are multiplied, including that of --apply-query-key-layer-scaling."""
+    """Return the scale of the scores, including the factor of --apply-query-key-layer-scaling."""
     return (layer.scale_mask_softmax.scale or 1.0) / layer.norm_factor
 
 
 def more_is_masked_than_the_future() -> bool:
-    """Return True if a causal layer's mask hides more than later keys.
+    """Return True if the mask of a causal layer hides more than future keys.
 
     This is the case with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder
     (padding).
@@ -104,7 +107,7 @@ def more_is_masked_than_the_future() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
-    """Return the attention output ``[sq, b, n, d]``, contiguous; keys and values are ``[sk, b, n, d]``.
+    """Return the attention output ``[sq, b, n * d]``, contiguous, for keys and values ``[sk, b, n, d]``.
 
     Args:
         flags: the window, and the layout with which the operation is called. Heads stay a separate dimension,
@@ -127,7 +130,7 @@ def recomputed(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Save only the memory of the three tensors in ``_checkpointed_attention_forward``.
+    """Recompute attention, saving only the memory of the three input tensors.
 
     A layer that also recomputes the up-projection frees the tensors itself, so in that case they are left
     unchanged.
@@ -155,7 +158,7 @@ def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which upstream applies dropout, so that each rank draws masks for its own heads.
+    """Return the context for upstream's dropout, in which each rank draws masks for its own heads.
 
     If the ranks were not seeded (``model_parallel_cuda_manual_seed``), there is no such context, and masks
     are drawn from the device's generator, as in the TransformerEngine attention that ours replaces.
@@ -172,7 +175,7 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
 
 
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return True if ``forward_fused_softmax`` and upstream's torch path agree for this call."""
+    """Return True if ``forward_fused_softmax`` and upstream's torch path give the same result."""
     return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 

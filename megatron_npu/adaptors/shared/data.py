@@ -1,4 +1,4 @@
-"""Patches for ``megatron.data`` of the older checkouts: index files that are built without a compiler.
+"""Patch ``megatron.data`` of the older checkouts to build index files without a compiler.
 
 Index files are read without pickle. Dataset files are private to their user and group.
 """
@@ -17,7 +17,7 @@ WHY_EMBEDDINGS = "upstream unpickles the embeddings of REALM's blocks, which exe
 
 
 def connect(recorder: Recorder, modules: tuple[str, ...], until: str) -> None:
-    """Record all patches of this module.
+    """Record the patches for index files.
 
     Args:
         recorder: the checkout's recorder.

@@ -1,4 +1,4 @@
-"""Decorators with which the adaptors of every upstream record their patches."""
+"""Provide the decorators with which adaptors record their patches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def recorder(upstream: str) -> Recorder:
 
 
 def installed(*packages: str) -> str | None:
-    """Return the first installed package, which makes a patch for its absence unnecessary, or None."""
+    """Return the first installed package of ``packages``, or None.
+
+    An installed package makes a patch for its absence unnecessary.
+    """
     found = (f"{package} is installed" for package in packages if is_installed(package))
     return next(found, None)
 
@@ -53,7 +56,7 @@ def backports_not_wanted() -> str | None:
 
 
 def own_backports_not_wanted() -> str | None:
-    """Return the reason to skip a fix that this project's own programs always apply, or None."""
+    """Return the reason to skip a fix that this project's own training programs always apply, or None."""
     return None if OURS.get() else backports_not_wanted()
 
 
@@ -63,5 +66,5 @@ def is_backport(patch: Patch) -> bool:
 
 
 def is_cured_in_own_programs(patch: Patch) -> bool:
-    """Return True if ``patch`` fixes wrong numbers and is applied in this project's own training runs."""
+    """Return True if ``patch`` fixes wrong numbers and is applied in this project's own training programs."""
     return patch.condition is own_backports_not_wanted

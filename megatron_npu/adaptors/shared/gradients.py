@@ -1,4 +1,4 @@
-"""Helpers that write gradients to Megatron's buffer directly instead of through autograd, for both DDPs.
+"""Write gradients directly to Megatron's buffers instead of through autograd.
 
 Gradients of vectors (biases and norms) are added to the buffer in one call at the end of the backward pass
 instead of one launch per vector, of which there are eight per layer. Deferred vectors need little memory. On
@@ -28,19 +28,19 @@ _waiting: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
 
 def let_wait(parameter: Tensor, total: Tensor) -> None:
-    """Defer a parameter's gradient, which is added to ``total`` when the current backward pass ends."""
+    """Defer a parameter's gradient until the current backward pass ends, and then add it to ``total``."""
     assert parameter.grad is not None
     _let_wait(parameter, total, parameter.grad)
     parameter.grad = None
 
 
 def may_wait(parameter: Any) -> None:
-    """Record that a parameter has a gradient buffer to which ``keep`` may add when the backward pass ends."""
+    """Record that ``keep`` may add to a parameter's gradient buffer when the backward pass ends."""
     setattr(parameter, _MAY_WAIT, True)
 
 
 def keep(parameter: Any, grad: Tensor) -> bool:
-    """Accumulate an fp32 gradient without autograd, and return False if that is not possible.
+    """Accumulate an fp32 gradient without autograd. Return False if that is not possible.
 
     The buffer usually has dtype fp32, whereas autograd would first round the gradient to the parameter's
     dtype.
@@ -52,7 +52,7 @@ def keep(parameter: Any, grad: Tensor) -> bool:
 
 
 def may_take_rows(parameter: Any) -> None:
-    """Record that a table has a gradient buffer of which no part is sent before the backward pass ends."""
+    """Record that no part of a table's gradient buffer is sent before the backward pass ends."""
     setattr(parameter, _TAKES_ROWS, True)
 
 
@@ -62,7 +62,7 @@ def takes_rows(parameter: Any) -> bool:
 
 
 def keep_rows(table: Any, rows: Tensor, grad: Tensor) -> bool:
-    """Add the gradients ``[..., h]`` of a table's ``rows`` ``[...]`` to its buffer.
+    """Add gradients ``[..., h]`` of the table rows ``[...]`` to the table's gradient buffer.
 
     Return False if the table has no buffer.
     """
@@ -82,7 +82,7 @@ def _let_wait(parameter: Tensor, total: Tensor, grad: Tensor) -> None:
 
 
 def _add_waiting() -> None:
-    """Add the deferred gradients, in one call for each pair of dtypes."""
+    """Add the deferred gradients to their buffers, in one call for each pair of dtypes."""
     waiting = list(_waiting.values())
     _waiting.clear()
     for totals, grads in group_by_dtypes(waiting):

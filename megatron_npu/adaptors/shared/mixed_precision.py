@@ -1,4 +1,4 @@
-"""Support for 16-bit training in older checkouts: conversion of inputs and outputs, overflow flag."""
+"""Support 16-bit training in older checkouts: conversion of inputs and outputs, and the overflow flag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULES = (
 
 
 def connect(recorder: Recorder, optimizer: str) -> None:
-    """Record all patches of this module for a checkout with ``megatron/schedules.py``.
+    """Record the patches of this module for a checkout with ``megatron/schedules.py``.
 
     Args:
         recorder: the checkout's recorder.
@@ -41,7 +41,7 @@ def connect(recorder: Recorder, optimizer: str) -> None:
 
 
 def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
-    """Record a patch that makes the overflow check of the class ``optimizer`` also read the device's flag."""
+    """Record a patch that makes the optimizer's overflow check also read the device's flag."""
     recorder.around(
         f"megatron.optimizer.optimizer:{optimizer}._unscale_main_grads_and_check_for_nan",
         devices=("npu",),
@@ -50,7 +50,7 @@ def connect_overflow_check(recorder: Recorder, optimizer: str) -> None:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Convert every fp32 tensor in a nested tuple or list, and leave everything else unchanged."""
+    """Convert every fp32 tensor in a nested tuple or list, leaving all other values unchanged."""
     return _convert(val, (torch.float32,), float16_convertor)
 
 
@@ -69,7 +69,7 @@ def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[...,
 
 
 def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
-    """Make an overflow that only the device's flag reports visible to upstream's check."""
+    """Make upstream's check detect an overflow that only the device's flag reports."""
     if devices.current().overflowed():
         # upstream resets its own flag first; these gradients are thrown away in any case
         groups = self.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Patches for the mixed-precision optimizers of both Megatrons: merge loops over single parameters."""
+"""Patch the mixed-precision optimizers of both Megatrons to merge loops over parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHY = "upstream copies or casts with one launch per parameter" + LAUNCHES_COUNTE
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:
-    """Collect the copies that upstream's loop makes, and execute them in one call.
+    """Collect the copies that upstream's loop makes, and run them in one call.
 
     Gradients outside a buffer, which upstream frees one by one, are still handled by upstream.
     """

@@ -1,4 +1,4 @@
-"""Patches that make the output of stock scripts private to the user and group: files 640, folders 750."""
+"""Make the output of stock scripts private to the user and group: files 640, folders 750."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the files that ``original`` creates private."""
+    """Make the files created by ``original`` private."""
     mask = files.tighten_umask()
     try:
         return original(*args, **kwargs)
@@ -37,7 +37,7 @@ def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
-    """Record patches that make the .bin and .idx files written by a checkout's tools private.
+    """Record patches that make .bin and .idx files written by a checkout's tools private.
 
     Args:
         recorder: the checkout's recorder.

@@ -1,4 +1,4 @@
-"""Patches for ``tasks/orqa``: parse the answers in a question file, which upstream passes to ``eval``."""
+"""Patch ``tasks/orqa`` to parse the answers in a question file, which upstream passes to ``eval``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") 
 
 
 def read_questions(filename: str) -> list[dict[str, Any]]:
-    """Return the questions and answers in a file of tab-separated values, where the answers form a list.
+    """Return the questions and their lists of answers from a file of tab-separated values.
 
     Raises:
         UsageError: a line does not have this form.

@@ -38,7 +38,7 @@ def connect(recorder: Recorder, module: str) -> None:
 
 
 def connect_host(recorder: Recorder) -> None:
-    """Record a patch that makes ``megatron.training:get_model`` draw weights from the host's generator."""
+    """Record a patch that makes ``megatron.training:get_model`` use the host's generator for weights."""
     recorder.around(
         "megatron.training:get_model",
         devices=("cpu",),
@@ -48,13 +48,16 @@ def connect_host(recorder: Recorder) -> None:
 
 
 def build_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the model with the host's generator; the RNG tracker's own states are not affected."""
+    """Build the model with the host's generator.
+
+    The states of the RNG tracker are not affected.
+    """
     with devices.current().host_rng():
         return original(*args, **kwargs)
 
 
 def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Set the generator of this process's device to ``new_state`` (bytes, on the CPU) immediately.
+    """Set the generator of this process's device to ``new_state`` (bytes, in host memory) immediately.
 
     Args:
         device: accepted for upstream's callers, which always pass the current device.
@@ -64,7 +67,7 @@ def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = F
 
 
 def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load a checkpoint, but keep this run's generator states if another type of device saved the checkpoint.
+    """Load a checkpoint, but keep this run's generator states if another device type saved it.
 
     ``original`` is upstream's ``_load_base_checkpoint``, whose first result contains the states.
     """

@@ -1,4 +1,4 @@
-"""Default rendezvous address for a run that is started without a launcher."""
+"""Provide a rendezvous address for a run that is started without a launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def provide_address() -> None:
-    """Set a store address for a single process, in the way that torchrun does for several processes.
+    """Set a store address for a single process, as torchrun does for several processes.
 
     Stock scripts call ``init_process_group`` with ``env://``. Without a launcher, this call would fail
     because MASTER_ADDR is missing. Most versions offer no way to pass a store (megatron-core 0.16 does), so

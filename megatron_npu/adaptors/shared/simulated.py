@@ -1,4 +1,4 @@
-"""Patches that mark runs on a simulated device wherever their logs could be mistaken for hardware results."""
+"""Mark runs on simulated devices in logs that could be mistaken for hardware results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHY_BOARD = (
 
 
 def connect_old_tree(recorder: Recorder, line: str) -> None:
-    """Record both patches of this module for a checkout with ``megatron/global_vars.py``.
+    """Record the patches of this module for a checkout with ``megatron/global_vars.py``.
 
     Args:
         recorder: the checkout's recorder.
@@ -37,13 +37,13 @@ def on_hardware() -> str | None:
 
 
 def mark_line(original: Callable[..., Any], message: str) -> Any:
-    """Append the name of the device to every line of measurements."""
+    """Append the device's name to every log line with measurements."""
     line = str(message)
     return original(f"{line} {devices.current().title} |" if line.rstrip().endswith("|") else message)
 
 
 def mark_board(original: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Write the curves to a folder that names the device; the location of other files does not change."""
+    """Write TensorBoard curves to a folder that names the device, leaving other files in place."""
     if getattr(args, "tensorboard_dir", None):
         args = argparse.Namespace(**vars(args))
         args.tensorboard_dir = devices.board_folder(args.tensorboard_dir)

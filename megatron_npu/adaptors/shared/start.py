@@ -1,4 +1,4 @@
-"""Start-up code shared by the stock scripts of both Megatrons."""
+"""Share start-up code of the stock scripts of both Megatrons."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WHY_WATCHED = (
 
 
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, regardless of what the script passes."""
+    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, whatever value the script passes."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["allow_no_cuda"] = True
     return original(*given.args, **given.kwargs)
 
 
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron``, compile kernels, and start monitoring the connected ranks.
+    """Call ``initialize_megatron``, compile kernels, and start to monitor the connected ranks.
 
     From this call until the process ends, rank 0 holds a lock on ``--save``.
 
@@ -112,7 +112,7 @@ def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def keep_fusers(recorder: Recorder) -> None:
-    """Record a patch that makes TorchScript's fusers keep torch's default settings."""
+    """Record a patch that keeps torch's default settings for TorchScript's fusers."""
     recorder.replace(
         "megatron.initialize:set_jit_fusion_options",
         why="it turns off TorchScript's own fusers in favor of nvfuser, which torch 2.2 removed, and warms "
@@ -121,7 +121,7 @@ def keep_fusers(recorder: Recorder) -> None:
 
 
 def set_jit_fusion_options() -> None:
-    """Do nothing, so that torch's default settings are kept."""
+    """Do nothing, so that TorchScript keeps torch's default settings."""
 
 
 def load_no_kernels(args: Any) -> None:

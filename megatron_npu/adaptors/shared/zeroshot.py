@@ -1,4 +1,4 @@
-"""Patches for ``tasks/zeroshot_gpt`` that truncate long passages and count each example once."""
+"""Patch ``tasks/zeroshot_gpt`` to truncate long passages and to count each example once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ COUNTS_TWICE = (
 
 
 def keep_the_end(original: Callable[[], Any]) -> Any:
-    """Build LAMBADA's passages; truncate long passages to their last tokens, and print how many there are."""
+    """Build LAMBADA's passages, truncating long ones to their last tokens.
+
+    Print how many were truncated.
+    """
     dataset = original()
     longer = 0
     for tokens, answer in zip(dataset.tokens, dataset.labels, strict=True):
@@ -43,12 +46,14 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
 
 
 def count_each_once(original: Callable[..., Any], data_loader: Any, model: Any, eval_metric: str) -> Any:
-    """Run the evaluation, and mark the examples that the sampler repeats so that they are not counted."""
+    """Run the evaluation without counting the examples that the sampler repeats."""
     return original(_without_repeated(data_loader, eval_metric), model, eval_metric)
 
 
 def _without_repeated(data_loader: Any, eval_metric: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches, the same number on each rank, because upstream adds up the results batch by batch.
+    """Yield the batches without repeated examples.
+
+    All ranks get the same number of batches, because upstream adds up results batch by batch.
 
     A batch has ``text`` [b, s + 1] and ``pad_mask`` [b, s], int64, which marks the tokens to predict.
     """

@@ -1,1 +1,1 @@
-"""Convert the rotary positions of Hugging Face's models to Megatron's flags."""
+"""Convert the rotary positions of Hugging Face models to Megatron flags."""

@@ -19,12 +19,14 @@ _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
 def length(args: Namespace) -> int:
-    """Return the text length, in tokens, up to which rotation angles are compared."""
+    """Return the text length in tokens up to which rotation angles are compared."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
 def theirs(model: Any, args: Namespace) -> Tensor | None:
-    """Return the cosines and sines of a transformers model, [2, positions, hn / 2], or None without RoPE.
+    """Return the cosines and sines of a transformers model, ``[2, positions, hn / 2]``.
+
+    Without RoPE, return None.
 
     Args:
         model: the whole model, on the host.
@@ -54,5 +56,5 @@ def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
 
 
 def bound(tokens: int) -> float:
-    """Return the fp32 rounding error of an angle, which is a product of position and frequency."""
+    """Return the fp32 rounding error of an angle, the product of position and frequency."""
     return 1e-5 + 4e-7 * tokens

@@ -1,4 +1,4 @@
-"""Convert rotary embeddings between ``config.json`` and flags for all families that use them."""
+"""Convert rotary embeddings between ``config.json`` and flags for all families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
-    """Return the flags for the rotary keys, which may follow transformers 5, earlier versions, or both.
+    """Return the flags for the rotary keys.
+
+    The keys may follow transformers 5, earlier versions, or both.
 
     ``--max-position-embeddings`` is included if it differs from ``config.json``.
 
@@ -48,7 +50,9 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
 
 
 def _agreeing(config: Config) -> dict[str, Any]:
-    """Merge the rotary tables and the top-level ``rope_theta``; values that occur twice must be equal.
+    """Merge the rotary tables and the top-level ``rope_theta``.
+
+    Values that occur twice must be equal.
 
     If they differed, the versions of transformers would disagree: transformers 5 prefers ``rope_scaling``,
     and transformers 4 ignores ``rope_parameters``.
@@ -65,7 +69,7 @@ def _agreeing(config: Config) -> dict[str, Any]:
 
 
 class _Scaling:
-    """The keys that describe a rotary scaling, with one method for each ``rope_type``.
+    """Keys that describe a rotary scaling, with one method for each ``rope_type``.
 
     Args:
         config: all keys of ``config.json``.
@@ -77,7 +81,7 @@ class _Scaling:
         self._config, self._values = config, values
 
     def default(self) -> dict[str, object]:
-        """Return no flags, because the embedding is not scaled."""
+        """Return no flags, because this embedding is not scaled."""
         return {}
 
     def linear(self) -> dict[str, object]:
@@ -87,7 +91,7 @@ class _Scaling:
         return {"--rotary-seq-len-interpolation-factor": int(factor) if factor == int(factor) else factor}
 
     def dynamic(self) -> dict[str, object]:
-        """Return the flags for dynamic scaling, whose base grows with the length of the text.
+        """Return the flags for dynamic scaling, in which the base grows with the length of the text.
 
         For this type, ``max_position_embeddings`` is the length beyond which the base begins to grow.
         """
@@ -102,7 +106,7 @@ class _Scaling:
         }
 
     def llama3(self) -> dict[str, object]:
-        """Return the flags for Llama 3's scaling, omitting the values that are built into megatron-core."""
+        """Return the flags for Llama 3's scaling, without the values built into megatron-core."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
         length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
@@ -117,7 +121,7 @@ class _Scaling:
         return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
 
     def _is_bare(self) -> bool:
-        """Return True if the factor is the only key that is left."""
+        """Return True if the factor is the only remaining key."""
         return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
 
     def yarn(self) -> dict[str, object]:
@@ -138,7 +142,7 @@ class _Scaling:
         return result
 
     def _weights(self, factor: float) -> tuple[float, float]:
-        """Return ``--mscale`` and ``--mscale-all-dim``, which determine the factor of queries and keys."""
+        """Return ``--mscale`` and ``--mscale-all-dim``, which scale queries and keys."""
         given = self._values.get("attention_factor")
         weights = self._number("mscale", 0.0, least=0), self._number("mscale_all_dim", 0.0, least=0)
         if given is None:
@@ -152,7 +156,10 @@ class _Scaling:
         return ((multiplier - 1) / unit, 0.0) if multiplier >= 1 else (0.0, (1 / multiplier - 1) / unit)
 
     def _length(self, default: int | None) -> int:
-        """Return the original context length; transformers prefers the top-level key over the tables."""
+        """Return the original context length.
+
+        As in transformers, the top-level key takes precedence over the tables.
+        """
         beside = self._config.number(_LENGTH) if self._config.has(_LENGTH) else None
         inside = self._values.pop(_LENGTH, None)
         if None not in (beside, inside) and beside != inside:
@@ -185,7 +192,7 @@ _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
 def keys(args: Namespace) -> dict[str, object]:
-    """Return the rotary keys of ``config.json`` for transformers 5, and those that transformers 4 reads."""
+    """Return the rotary keys of ``config.json`` for transformers 5 and 4."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
@@ -196,12 +203,15 @@ def keys(args: Namespace) -> dict[str, object]:
 
 
 def is_dynamic(args: Namespace) -> bool:
-    """Return True if the base grows with the length of the text."""
+    """Return True if the rotary base grows with the length of the text."""
     return args.use_rope_scaling and args.rope_scaling_type == rotary_flags.DYNAMIC
 
 
 def needs_head_dim(args: Namespace) -> bool:
-    """Return True if transformers requires the head size in ``config.json``, as 5.24 does for Mixtral."""
+    """Return True if transformers requires the head size in ``config.json``.
+
+    Version 5.24 does so for Mixtral.
+    """
     return is_dynamic(args) or args.position_embedding_type == "yarn"
 
 

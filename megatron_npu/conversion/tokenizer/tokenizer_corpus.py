@@ -1,4 +1,4 @@
-"""Texts for comparing tokenizers: scripts, numbers, spaces and code, with special tokens in between."""
+"""Provide texts for comparing tokenizers: scripts, numbers, spaces, code and special tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _TEXTS = (
 
 
 def texts(special_tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the texts; each special token occurs alone, repeated, and inside and between words."""
+    """Yield the texts.
+
+    Each special token occurs alone, repeated, and inside and between words.
+    """
     yield from _TEXTS
     tokens = sorted(set(special_tokens))
     for token in tokens:

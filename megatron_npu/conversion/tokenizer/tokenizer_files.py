@@ -1,4 +1,4 @@
-"""Find the tokenizer of a converted model in its files, write its flags, and verify it."""
+"""Find, write and verify the tokenizer of a converted model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LITERAL_END = f"{END_OF_TEXT} inside a text is read as ordinary characters, as 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tokenizer for the built-in trainer.
+    """Tokenizer for the built-in trainer.
 
     Attributes:
         flags: flags for the tokenizer and the model's vocabulary size.
@@ -46,7 +46,7 @@ class Chosen:
 def choose(
     source: Path, folder: Path, vocabulary: int, *, kind: str | None = None, end: str | None = None
 ) -> Chosen:
-    """Return the model's tokenizer after verifying that it encodes and decodes like the one in transformers.
+    """Return the model's tokenizer after verifying that it encodes and decodes like transformers' tokenizer.
 
     Args:
         source: the Hugging Face folder, used in messages.
@@ -71,7 +71,10 @@ def choose(
 
 
 def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
-    """Return a NullTokenizer whose end-of-text id is ``eos_token_id`` if that is set, or else the last id."""
+    """Return a NullTokenizer.
+
+    Its end-of-text id is ``eos_token_id`` if that is set, or else the last id.
+    """
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary - 1)]
     named = [_ends(folder, name) for name in (config.NAME, carried_files.GENERATION)]
     ends = [token for token in (named[0] or named[1]) if 0 <= token < vocabulary]
@@ -87,7 +90,7 @@ def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate tokenizer, with its flags (except the vocabulary size) and the lines for the user."""
+    """Candidate tokenizer with its flags (except the vocabulary size) and the log lines."""
 
     tokenizer: tokenizer_proof.Tokenizer
     flags: list[str]
@@ -111,7 +114,7 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Return True if the files other than ``vocab.json`` and ``merges.txt`` add no tokens to GPT-2's."""
+    """Return True if only ``vocab.json`` and ``merges.txt`` define tokens, as in GPT-2."""
     added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder")
     tokens = added.values() if isinstance(added, dict) else ()
     contents = [token.get("content") for token in tokens if isinstance(token, dict)]
@@ -139,7 +142,7 @@ def _hugging_face(folder: Path, theirs: Any) -> _Candidate:
 
 
 def _rewritten(folder: Path, theirs: Any) -> list[str]:
-    """Make ``tokenizer.json`` match the tokenizer that transformers creates from all the files.
+    """Make ``tokenizer.json`` equivalent to the tokenizer that transformers creates from all files.
 
     Return a line for the user if the file changed. Old folders do not have the file, and transformers 5
     rebuilds some tokenizers from their vocabulary, with its own rules for the space before the first word.
@@ -165,7 +168,7 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
 
 
 def _settle_end(folder: Path, theirs: Any) -> None:
-    """Make sure that the files specify the end-of-text token.
+    """Make sure that the files define the end-of-text token.
 
     Raises:
         UsageError: the files do not determine it.
@@ -183,19 +186,19 @@ def _settle_end(folder: Path, theirs: Any) -> None:
 
 
 def _ends_of_the_model(folder: Path) -> set[int]:
-    """Return the end-of-text ids that are given in ``config.json`` and in the generation settings."""
+    """Return the end-of-text ids in ``config.json`` and in the generation settings."""
     return {token for name in (config.NAME, carried_files.GENERATION) for token in _ends(folder, name)}
 
 
 def _ends(folder: Path, name: str) -> list[int]:
-    """Return the ids in a file's ``eos_token_id``, which may be one id or several."""
+    """Return the ids in a file's ``eos_token_id``, which may contain one or several ids."""
     value = hf.read_object(folder / name).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:
-    """Return a line for the user if the model's end-of-text tokens do not include that of the tokenizer."""
+    """Return a warning if the tokenizer's end-of-text token is not among the model's."""
     ends = _ends_of_the_model(folder)
     if not ends or end in ends:
         return []
@@ -227,7 +230,7 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
 
 @contextlib.contextmanager
 def _naming(source: Path, folder: Path) -> Iterator[None]:
-    """Make error messages name the source folder rather than the folder that is being written."""
+    """Make error messages name the source folder instead of the folder that is being written."""
     try:
         yield
     except UsageError as error:
@@ -241,7 +244,9 @@ def _naming(source: Path, folder: Path) -> Iterator[None]:
 def copy_from_checkpoint(
     root: Path, args: Namespace, tokenizer: tokenizers.Tokenizer, destination: Path
 ) -> dict[str, Any]:
-    """Copy a checkpoint's tokenizer into a Hugging Face folder and return keys for its ``config.json``.
+    """Copy a checkpoint's tokenizer into a Hugging Face folder.
+
+    Return keys for the folder's ``config.json``.
 
     Args:
         root: the checkpoint's directory, which contains Hugging Face files if it was converted.
@@ -287,7 +292,10 @@ def _write_gpt2(args: Namespace, destination: Path) -> None:
 
 
 def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the begin-of-text and end-of-text ids, and remove the generation settings, whose ids differ."""
+    """Return the begin-of-text and end-of-text ids.
+
+    The generation settings are removed, because their ids differ.
+    """
     (folder / carried_files.GENERATION).unlink(missing_ok=True)
     begin = hf.special_token(folder, "bos_token")
     known = getattr(tokenizer, "vocabulary", {})
@@ -295,7 +303,9 @@ def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
-    """Check that transformers creates the checkpoint's tokenizer from a written folder; yield log lines.
+    """Check that transformers creates the checkpoint's tokenizer from a written folder.
+
+    Yield log lines.
 
     Raises:
         UsageError: transformers creates a different tokenizer.
@@ -326,7 +336,7 @@ def _proven(tokenizer: tokenizer_proof.Tokenizer, folder: Path) -> str:
 
 
 def _add_tokenizer_json(folder: Path) -> None:
-    """Add GPT-2's ``tokenizer.json`` for families whose class does not read ``vocab.json`` (Mixtral)."""
+    """Add GPT-2's ``tokenizer.json`` for families whose class cannot read ``vocab.json`` (Mixtral)."""
     import transformers
 
     names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
@@ -337,14 +347,14 @@ def _add_tokenizer_json(folder: Path) -> None:
 
 
 def model_type(root: Path, args: Namespace) -> str | None:
-    """Return the ``model_type`` of the model that a checkpoint was converted from, or None."""
+    """Return the ``model_type`` of the model from which a checkpoint was converted, or None."""
     folder = _hf_folder(root, args)
     kind = None if folder is None else config.read(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 
 def _hf_folder(root: Path, args: Namespace) -> Path | None:
-    """Return the Hugging Face folder that the tokenizer came from, or None."""
+    """Return the Hugging Face folder from which the tokenizer was copied, or None."""
     home = _home(args)
     near = [root / checkpoint_files.HF_FOLDER]
     if home is not None:
@@ -353,7 +363,7 @@ def _hf_folder(root: Path, args: Namespace) -> Path | None:
 
 
 def _harmless_keys(folder: Path) -> dict[str, Any]:
-    """Return those keys of a ``config.json`` that do not affect what the model computes."""
+    """Return the keys of a ``config.json`` that do not affect the model's computation."""
     ours = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
     carried = {key for key in config.HARMLESS - ours if not key.startswith("_")}  # which name the original
     return {key: value for key, value in config.read(folder).items() if key in carried}

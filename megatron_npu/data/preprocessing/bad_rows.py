@@ -1,4 +1,4 @@
-"""Support for ``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
+"""Implement ``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, rows: Sequence[BadRow]) -> None:
-        """Add the skipped rows of a batch.
+        """Record the skipped rows of a batch.
 
         Raises:
             UsageError: the maximum number of skipped rows is exceeded.

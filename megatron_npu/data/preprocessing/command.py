@@ -32,7 +32,7 @@ _VERIFY = "--verify"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser, with the flags of Megatron's own tool and a few more."""
+    """Return the command's parser, which has the flags of Megatron's own tool and some additional flags."""
     result = Parser("megatron-npu preprocess", description=__doc__)
     result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
@@ -155,7 +155,9 @@ def _add_work(add: flags.Add) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code, which is 130 after an interrupt (nothing is written then).
+    """Run the command and return its exit code.
+
+    The code is 130 after an interrupt, when no file is written.
 
     Raises:
         UsageError: an input, a tokenizer file or the output path is invalid.
@@ -239,7 +241,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return the settings of the workers after trying each of the settings once in this process.
+    """Return the worker settings after trying each of them once in this process.
 
     Raises:
         UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is
@@ -269,7 +271,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """Progress display: a bar on a terminal, or lines at regular intervals otherwise, and a final line."""
+    """Progress display: a bar on a terminal, and lines at regular intervals otherwise."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval

@@ -26,7 +26,7 @@ def plain_name(path: str) -> str:
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
-    """Return the decompressed stream. The compression method is selected by the file's extension.
+    """Return the decompressed stream. The file's extension determines the compression method.
 
     Args:
         path: the name of the file.
@@ -53,7 +53,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
 
 
 def require_plausible(path: str, size: int) -> None:
-    """Check the size of one document of a compressed file.
+    """Check the size of a document from a compressed file.
 
     A few megabytes can decompress to more than a machine's memory, in which a document must fit.
 
@@ -73,7 +73,9 @@ def require_plausible(path: str, size: int) -> None:
 
 
 def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> bytes:
-    """Return the next ``size`` bytes of a stream, or fewer at the end of the stream; -1 returns all bytes.
+    """Return the next ``size`` bytes of a stream, or fewer at its end.
+
+    A size of -1 returns all bytes.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -91,7 +93,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 
 @cache
 def zstd_module() -> ModuleType | None:
-    """Return the module for reading .zst files: the standard library's from Python 3.14 on, or its backport.
+    """Return the module that reads .zst files: the standard library's since Python 3.14, or its backport.
 
     The package ``zstandard`` is not used, because it does not raise an error for a truncated file.
     """

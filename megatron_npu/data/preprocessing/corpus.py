@@ -1,4 +1,4 @@
-"""Sources of documents: the files, folders and patterns of ``--input``, or the rows of ``--hf-dataset``."""
+"""Define sources of documents: the files and folders of ``--input``, or the rows of ``--hf-dataset``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
-    """A source of documents, which yields JSON lines, always in the same order.
+    """Source of documents that yields JSON lines, always in the same order.
 
     Attributes:
         size: the size on disk in bytes, or None if it is unknown.
@@ -34,7 +34,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """A source that consists of JSON-lines files, plain-text files and tables.
+    """Documents from JSON-lines files, plain-text files and tables.
 
     Attributes:
         paths: the paths of the files, in order.
@@ -50,7 +50,7 @@ class Files:
         return sum(Path(path).stat().st_size for path in self.paths)
 
     def batches(self) -> Iterator[jsonl.Batch]:
-        """Yield the batches of all files in order.
+        """Yield the batches of all files in the order of the files.
 
         Raises:
             UsageError: a file cannot be read, decompressed, or decoded as plain text.
@@ -65,7 +65,7 @@ class Files:
 
 
 def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
-    """Return the corpus that the flags select.
+    """Return the document source that the flags select.
 
     Raises:
         UsageError: both or neither of ``--input`` and ``--hf-dataset`` are given, or the input does not
@@ -96,7 +96,7 @@ def _rows(name: str, config: str | None, split: str, keys: Sequence[str], flag: 
 
 
 def _paths(name: str) -> list[str]:
-    """Return the files that one argument of ``--input`` selects.
+    """Return the files that one argument of ``--input`` selects, such as a folder or a pattern.
 
     Raises:
         UsageError: the argument selects no file.

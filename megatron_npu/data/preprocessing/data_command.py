@@ -42,7 +42,7 @@ class Opened:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code.
+    """Run the command and return its exit code.
 
     Raises:
         UsageError: the dataset does not exist, or is damaged.
@@ -96,7 +96,7 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
 
 
 def opened(prefix: str) -> Opened:
-    """Return a dataset after checking its files, its index and its ids.
+    """Open a dataset after checking its files, its index and its ids.
 
     Raises:
         UsageError: the dataset does not exist, or is damaged.
@@ -239,7 +239,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield the documents a few thousand at a time, in the form that ``Writer.add`` expects."""
+    """Yield a few thousand documents at a time in the form that ``Writer.add`` expects."""
     at = 0
     for first in range(0, part.summary.documents, _PIECE):
         bounds = np.asarray(part.documents[first : first + _PIECE + 1])
@@ -250,7 +250,10 @@ def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
 
 
 def verify(prefixes: Sequence[str]) -> int:
-    """Compare datasets with their checksums. Return 1 if a dataset is damaged or has no checksums."""
+    """Compare datasets with their checksums.
+
+    Return 1 if a dataset is damaged or has no checksums.
+    """
     code = 0
     for prefix in prefixes:
         try:

@@ -1,4 +1,4 @@
-"""Checksums of a dataset, which are written to ``<prefix>.sums.json`` with it and verified on first use.
+"""Write checksums of a dataset to ``<prefix>.sums.json``, and verify them on first use.
 
 A flipped bit in a ``.bin`` file changes a token, and no other check detects this. The checksums detect
 damage, but not tampering. Each block of 4 MiB has a 64-bit XXH3 digest, so that a part of a large file can be
@@ -29,7 +29,7 @@ class Sums(TypedDict):
 
 
 class Summer:
-    """Computes the checksums of a file while it is written."""
+    """Compute the checksums of a file while it is written."""
 
     def __init__(self) -> None:
         self._size, self._blocks, self._digest = 0, list[str](), _digest()
@@ -68,7 +68,10 @@ def path_of(prefix: str | Path) -> Path:
 
 
 def write(prefix: str | Path, sums: Mapping[str, Sums]) -> None:
-    """Write the checksums of a dataset's files, which are given by extension."""
+    """Write the checksums of a dataset's files.
+
+    The checksums are keyed by file extension.
+    """
     content = {"algorithm": ALGORITHM, "block": BLOCK, "files": sums}
     files.write(path_of(prefix), json.dumps(content))
     path_of(prefix).chmod(0o640)  # as the files themselves, whatever the umask
@@ -133,7 +136,10 @@ def _numbers(blocks: int, whole: bool) -> Iterator[int]:
 
 
 def _block(stream: Any) -> bytearray:
-    """Return the next block, for which a file on a network may require several read calls."""
+    """Return the next block of a stream.
+
+    A file on a network may require several read calls.
+    """
     block = bytearray(BLOCK)
     view, got = memoryview(block), 0
     while got < BLOCK and (count := stream.readinto(view[got:])):

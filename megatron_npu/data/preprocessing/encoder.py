@@ -1,4 +1,4 @@
-"""Encode batches of lines to token bytes in one or several processes, keeping the order of the input."""
+"""Encode batches of lines to token bytes in one or several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WORDS_CACHED = 200_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a worker, which are small enough to be sent to each worker process.
+    """Settings of a worker, small enough to be sent to each worker process.
 
     Attributes:
         tokenizer: the settings of the tokenizer.
@@ -58,7 +58,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The encoded documents of one batch under one key.
+    """Documents of one batch, encoded for one key.
 
     Attributes:
         tokens: the bytes of the tokens in the dataset's dtype.
@@ -89,7 +89,7 @@ class Result:
 
 
 class _WordCache(dict[str, bytes]):
-    """Cache that maps words to token bytes.
+    """Cache that maps words to their token bytes.
 
     Words repeat often, and a lookup is many times cheaper than byte-pair encoding.
     """
@@ -110,7 +110,10 @@ class _WordCache(dict[str, bytes]):
 def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function that encodes a text to token bytes, including special tokens if ``special``."""
+    """Return a function that encodes a text to token bytes.
+
+    It includes special tokens if ``special`` is set.
+    """
     if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
         encode = gigatoken_bpe.encoder(tokenizer)
         return lambda text: encode(text).astype(dtype).tobytes()
@@ -123,7 +126,9 @@ def _text_encoder(
 
 
 class Encoder:
-    """Encodes batches of documents. The tokens of a batch do not depend on other batches.
+    """Encode batches of documents.
+
+    The tokens of a batch do not depend on other batches.
 
     Raises:
         UsageError: the tokenizer's files are invalid, or the language has no sentence model.
@@ -141,7 +146,7 @@ class Encoder:
         self._sentences = recipe.sentences.splitter() if recipe.sentences else None
 
     def encode(self, batch: jsonl.Batch) -> Result:
-        """Return the tokens of a batch.
+        """Encode a batch and return its tokens.
 
         Raises:
             LineError: a line is malformed, and lines are not skipped.
@@ -176,7 +181,10 @@ class Encoder:
         return sequences
 
     def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
-        """Split a document into one or more documents (its windows, if enabled), each a list of sequences."""
+        """Split a document into its windows, if enabled.
+
+        Each resulting document is a list of sequences.
+        """
         if self._recipe.windows is None or not sequences:
             return [sequences]
         tokens = b"".join(sequences)
@@ -184,7 +192,9 @@ class Encoder:
 
 
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
-    """Yield the result of each batch in order, using ``workers`` processes; 1 means this process only.
+    """Yield the result of each batch in order, encoded by ``workers`` processes.
+
+    1 means this process only.
 
     At most two batches per worker are in progress, regardless of the length of the input.
 
@@ -212,7 +222,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
 
 @contextlib.contextmanager
 def _holding(number: signal.Signals) -> Iterator[None]:
-    """Block a signal inside the block.
+    """Block a signal inside the block, and deliver it afterwards.
 
     Processes forked inside the block keep the signal blocked until they unblock it.
     """
@@ -234,7 +244,9 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: 
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return the start method for workers: fork if it is available, because workers then start immediately.
+    """Return the start method for workers.
+
+    Fork is preferred, because forked workers start immediately.
 
     Forking is safe, because a worker never uses torch or a device.
     """
@@ -247,7 +259,7 @@ _encoder: Encoder | None = None  # of this worker process
 
 
 def _start_worker(recipe: Recipe) -> None:
-    """Prepare a worker to ignore Ctrl-C, which its parent handles, and to exit if its parent is gone."""
+    """Make a worker ignore Ctrl-C, which its parent handles, and exit if its parent is gone."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -49,7 +49,9 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class Writer:
-    """Writes one dataset under temporary names; ``publish`` renames one or more datasets to final names.
+    """Write one dataset under temporary names.
+
+    ``publish`` renames one or more datasets to their final names.
 
     The files are bitwise identical to those of megatron-core's ``IndexedDatasetBuilder``. That class is not
     used because it requires torch, and because it writes to the final names, so that a killed run leaves

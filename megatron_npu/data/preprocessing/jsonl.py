@@ -40,7 +40,9 @@ class Batch:
 
 
 def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
-    """Yield a file's lines in batches of about ``size`` bytes of text; a longer line is a separate batch.
+    """Yield a file's lines in batches of about ``size`` bytes of text.
+
+    A longer line is a separate batch.
 
     Raises:
         UsageError: the file cannot be read or decompressed.
@@ -75,7 +77,9 @@ class BadRow:
 def documents(
     batch: Batch, keys: Sequence[str], bad: list[BadRow] | None = None
 ) -> Iterator[list[list[str]]]:
-    """Yield, for each line, the sequences of each key as ``[keys][sequences]``; a text is one sequence.
+    """Yield the sequences of each key for each line as ``[keys][sequences]``.
+
+    A text is one sequence.
 
     Args:
         batch: the lines.
@@ -104,7 +108,10 @@ def documents(
 
 
 class _UnfitError(ValueError):
-    """Raised when a line is malformed; the message describes the problem."""
+    """Raised when a line is malformed.
+
+    The message describes the problem.
+    """
 
 
 def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:

@@ -14,7 +14,9 @@ _HEAD = 1 << 20  # bytes that are looked at
 
 
 def is_plain_text(path: str) -> bool:
-    """Return True if a file is one document: a ``.txt`` file whose first line is not a JSON object.
+    """Return True if a file is a single document.
+
+    This is a ``.txt`` file whose first line is not a JSON object.
 
     Megatron's own tools ignore file names, so a ``.txt`` file may have been written for them with JSON lines.
 
@@ -35,7 +37,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def batch(path: str, key: str) -> Batch:
-    """Return a whole file as one JSON line with the text under ``key``, without a UTF-8 byte-order mark.
+    """Return a whole file as one JSON line, with its text under ``key`` and without a UTF-8 byte-order mark.
 
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.

@@ -11,7 +11,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Sentences:
-    """The settings for splitting texts into sentences.
+    """Settings for splitting texts into sentences.
 
     Attributes:
         language: the name of the Punkt model (``--lang``).
@@ -53,7 +53,7 @@ def _punkt() -> Any:
 
 
 def _with_blanks(punkt: Any) -> Any:
-    """Return Punkt's rules, changed so that whitespace after a sentence belongs to that sentence."""
+    """Return Punkt's rules, changed to keep the whitespace after a sentence in that sentence."""
     usual = punkt.PunktLanguageVars._period_context_fmt
     after, between = "%(SentEndChars)s", r"\s+(?P<next_tok>"
     for part in (after, between):

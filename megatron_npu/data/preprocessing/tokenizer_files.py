@@ -1,4 +1,4 @@
-"""Settings of the tokenizer that the flags select, small enough to be sent to each worker."""
+"""Define the settings of each tokenizer, which are small enough to be sent to each worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GPT2Files:
     merge_file: str
 
     def build(self) -> GPT2Tokenizer:
-        """Return the tokenizer.
+        """Build the GPT-2 tokenizer.
 
         Raises:
             UsageError: the files are invalid.
@@ -41,7 +41,7 @@ class BertFiles:
     lower_case: bool
 
     def build(self) -> BertWordPieceTokenizer:
-        """Return the tokenizer.
+        """Build the BERT tokenizer.
 
         Raises:
             UsageError: the file is invalid.
@@ -62,7 +62,7 @@ class HuggingFaceFiles:
     special_tokens: bool = False
 
     def build(self) -> HuggingFaceTokenizer:
-        """Return the tokenizer.
+        """Build the Hugging Face tokenizer.
 
         Raises:
             UsageError: the files are invalid.
@@ -72,7 +72,9 @@ class HuggingFaceFiles:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Settings of a NullTokenizer, which needs no files because the text consists of ids.
+    """Settings of a NullTokenizer.
+
+    It needs no files, because the text consists of ids.
 
     Attributes:
         size: the number of ids, without the end-of-document id.
@@ -83,7 +85,7 @@ class Numbers:
     end: int | None = None
 
     def build(self) -> NullTokenizer:
-        """Return the tokenizer.
+        """Build the NullTokenizer.
 
         Raises:
             UsageError: the end-of-document id does not exist.
@@ -92,7 +94,7 @@ class Numbers:
 
 
 def shown(files: TokenizerFiles) -> str:
-    """Return the flag that specifies the vocabulary, with its value."""
+    """Return the flag that specifies the vocabulary, together with its value."""
     if isinstance(files, HuggingFaceFiles):
         return f"--tokenizer-model {files.folder}"
     if isinstance(files, Numbers):

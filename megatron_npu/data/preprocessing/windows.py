@@ -1,4 +1,4 @@
-"""Split a document into overlapping windows (``--seq-length L --stride S``); each becomes a document."""
+"""Split documents into overlapping windows (``--seq-length L --stride S``), each a new document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of ``length`` tokens that start every ``stride`` tokens.
+    """Settings for windows of ``length`` tokens that start every ``stride`` tokens.
 
     The last window ends at the end of the document and may overlap more than the others, so that no token is
     lost. A document with fewer than ``length`` tokens becomes one shorter window.
@@ -26,7 +26,7 @@ class Windows:
         return [*range(0, last, self.stride), last]
 
     def cut(self, tokens: bytes, itemsize: int) -> Iterator[bytes]:
-        """Yield the windows of a document.
+        """Yield the windows of a document's token bytes.
 
         Args:
             tokens: the bytes of the document's tokens.

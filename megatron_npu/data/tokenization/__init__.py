@@ -1,1 +1,1 @@
-"""Tokenizers of this package's commands: GPT-2's BPE and Hugging Face's files, without importing torch."""
+"""Provide tokenizers without importing torch: GPT-2's BPE, BERT's WordPiece and Hugging Face's files."""

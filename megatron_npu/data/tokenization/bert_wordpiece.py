@@ -1,4 +1,4 @@
-"""BERT's WordPiece from ``vocab.txt``, with the ids of Megatron's BertWordPieceLowerCase and -Case.
+"""Implement BERT's WordPiece tokenizer from ``vocab.txt``, with the ids of Megatron's tokenizers.
 
 Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
 in Megatron, because the ``tokenizers`` library uses another version of these tables. That library then
@@ -34,7 +34,7 @@ _IDEOGRAPHS = (
 
 
 class _Cleaned(dict[int, str | None]):
-    """Table for ``str.translate`` that drops control characters and normalizes blanks.
+    """Table for ``str.translate`` that drops control characters and normalizes spaces.
 
     It also puts blanks around ideographs.
     """
@@ -45,7 +45,7 @@ class _Cleaned(dict[int, str | None]):
 
 
 class _Cut(dict[int, str | None]):
-    """Table for ``str.translate`` that puts blanks around punctuation, and drops accents if requested."""
+    """Table for ``str.translate`` that puts spaces around punctuation and optionally drops accents."""
 
     def __init__(self, strip_accents: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _is_punctuation(letter: str) -> bool:
 
 
 class BertWordPieceTokenizer:
-    """Converts text to ids and back.
+    """BERT WordPiece tokenizer, which converts text to ids and back.
 
     ``[SEP]`` and similar tokens in a text are ordinary characters, as in Megatron.
 
@@ -102,27 +102,35 @@ class BertWordPieceTokenizer:
         self._tokenizer.decoder = decoders.WordPiece(cleanup=True)
 
     def words(self, text: str) -> list[str]:
-        """Split a text into cleaned words; each punctuation mark and ideograph is a word."""
+        """Split a text into cleaned words.
+
+        Each punctuation mark and each ideograph is a separate word.
+        """
         text = text.translate(self._cleaned)
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower())
         return text.translate(self._cut).split()
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of one word returned by ``words()``."""
+        """Return the ids of a word from ``words()``."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no ``eod`` is added."""
+        """Return the ids of a text, without an end-of-document token."""
         return self._tokenizer.encode(self.words(text), is_pretokenized=True).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text; spaces, accents and capitals that were removed are not restored."""
+        """Decode ids to text.
+
+        Spaces, accents and capitals that encoding removed are not restored.
+        """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return the map from tokens to ids in a ``vocab.txt``; a repeated token gets its last id.
+    """Return the map from tokens to ids in a ``vocab.txt``.
+
+    A repeated token gets its last id.
 
     Raises:
         UsageError: the file is not a BERT vocabulary.

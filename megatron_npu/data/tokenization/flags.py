@@ -1,4 +1,4 @@
-"""Flags for a tokenizer and its files, with Megatron's names, which are the same in every command."""
+"""Declare the flags for a tokenizer and its files, which have Megatron's names in every command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_tokenizer(
     vocab_file_aliases: Sequence[str] = (),
     vocab_file: str = VOCAB_JSON,
 ) -> None:
-    """Add ``--tokenizer-type`` and the flags for the files of all tokenizers.
+    """Add ``--tokenizer-type`` and the flags for tokenizer files to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -38,7 +38,7 @@ def add_tokenizer(
 
 
 def add_null_end(add: Add) -> None:
-    """Add ``--null-tokenizer-eod-id``."""
+    """Add ``--null-tokenizer-eod-id`` to a parser."""
     add(
         "--null-tokenizer-eod-id",
         type=whole,
@@ -50,7 +50,7 @@ def add_null_end(add: Add) -> None:
 def add_gpt2_files(
     add: Add, note: str = "", *, vocab_file_aliases: Sequence[str] = (), vocab_file: str = VOCAB_JSON
 ) -> None:
-    """Add ``--vocab-file`` and ``--merge-file``.
+    """Add ``--vocab-file`` and ``--merge-file`` to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.

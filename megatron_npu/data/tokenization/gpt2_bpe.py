@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the ids of Megatron's GPT2BPETokenizer.
+"""Implement GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the ids of GPT2BPETokenizer.
 
 Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. They are
 split with the ``regex`` package, as in Megatron, because the Unicode tables of ``tokenizers`` are older, so
@@ -31,7 +31,7 @@ _ASCII_WORDS = re.compile(
 
 
 class GPT2Tokenizer:
-    """Converts text to ids and back.
+    """GPT-2 tokenizer, which converts text to ids and back.
 
     ``<|endoftext|>`` in a text is encoded as ordinary characters, as in Megatron; only programs add the id
     ``eod``.
@@ -66,15 +66,18 @@ class GPT2Tokenizer:
 
     @staticmethod
     def words(text: str) -> list[str]:
-        """Split a text into words including spaces; joining them restores the text."""
+        """Split a text into words that include their spaces.
+
+        Joining the words restores the text.
+        """
         return (_ASCII_WORDS if text.isascii() else _WORDS).findall(text)
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of one word returned by ``words()``."""
+        """Return the ids of a word from ``words()``."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; no ``eod`` is added.
+        """Return the ids of a text, without an end-of-document token.
 
         Raises:
             UsageError: the text cannot be encoded as UTF-8.
@@ -86,7 +89,7 @@ class GPT2Tokenizer:
             raise
 
     def as_json(self) -> str:
-        """Return this tokenizer as a ``tokenizer.json`` for texts that are already split into words."""
+        """Return this tokenizer as a ``tokenizer.json`` that expects texts already split into words."""
         whole = Tokenizer(self._tokenizer.model)
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         whole.decoder = decoders.ByteLevel()
@@ -112,7 +115,7 @@ def _read(path: Path, flag: str) -> str:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Return the map from tokens to ids.
+    """Read the map from tokens to ids.
 
     Raises:
         UsageError: the file is not the vocabulary of a byte-level BPE.
@@ -141,7 +144,9 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    """Return the pairs to merge, highest priority first; the first line of the file, its version, is skipped.
+    """Read the pairs to merge, highest priority first.
+
+    The first line of the file, its version, is skipped.
 
     Raises:
         UsageError: a line is not a pair.

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer, read from its ``tokenizer.json`` with only the ``tokenizers`` library."""
+"""Read a Hugging Face tokenizer from its ``tokenizer.json`` with only the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer in a ``tokenizer.json``, which contains the whole tokenizer; transformers is not needed.
+    """Tokenizer that is completely defined by a ``tokenizer.json``.
+
+    Transformers is not needed.
 
     Args:
         folder: a folder with ``tokenizer.json``, and with ``tokenizer_config.json`` or
@@ -130,7 +132,7 @@ def special_token(folder: Path, role: str) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file does not exist."""
+    """Return the JSON object in a file, or an empty dict if the file does not exist."""
     try:
         values: Any = json.loads(files.text(path))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Megatron's NullTokenizer, for text that consists of numbers."""
+"""Implement Megatron's NullTokenizer for text that consists of numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 60  # characters of a text in a message
 
 
 class NullTokenizer:
-    """Converts between ids and texts that consist of ids separated by spaces.
+    """Tokenizer for texts that consist of ids separated by spaces.
 
     Args:
         size: ``--vocab-size``, the number of ids without the default end-of-document id; ``vocab_size`` is

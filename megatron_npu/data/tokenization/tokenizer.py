@@ -1,4 +1,4 @@
-"""The tokenizer interface of this package's commands."""
+"""Define the tokenizer interface of this package's commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids and back.
+    """Interface of tokenizers, which convert text to ids and back.
 
     Attributes:
         vocab_size: the number of ids.

@@ -1,4 +1,4 @@
-"""Check that text from a command line can be encoded, because it may contain invalid bytes."""
+"""Check that text from a command line is valid Unicode, because it may contain invalid bytes."""
 
 from __future__ import annotations
 

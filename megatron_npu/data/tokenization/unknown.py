@@ -1,4 +1,4 @@
-"""Detect a vocabulary that does not match its data, so that most words become the unknown token."""
+"""Detect a vocabulary that does not match the data, so that most words become the unknown token."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collecti
 
 
 class Redirection:
-    """Maps torch's CUDA names to ``device``; ``off`` restores the names."""
+    """Redirection of torch's CUDA names to ``device``."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection. This has no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection. It has no effect on the cuda device, or if it is already enabled."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:
@@ -46,5 +46,5 @@ class Redirection:
             raise
 
     def off(self) -> None:
-        """Restore all names."""
+        """Restore torch's original CUDA names."""
         self._replaced.undo()

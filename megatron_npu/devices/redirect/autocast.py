@@ -46,7 +46,10 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _state_functions(here: str, translate: _Translate) -> dict[str, Any]:
-    """Return torch's functions that get and set the autocast state; their default device is CUDA."""
+    """Return torch's functions that get and set the autocast state.
+
+    Their default device is CUDA.
+    """
     is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
     get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 

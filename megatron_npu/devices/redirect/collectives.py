@@ -1,4 +1,4 @@
-"""Redirect process groups and collectives of ``torch.distributed`` that use NCCL's name and behavior."""
+"""Redirect process groups and collectives of ``torch.distributed`` that depend on NCCL."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:
-    """Yield a function under both of its names; torch's own modules use that in ``distributed_c10d``."""
+    """Yield replacements of a function under both of its names.
+
+    torch's own modules use the one in ``distributed_c10d``.
+    """
     yield dist, name, value
     yield dist.distributed_c10d, name, value
 
@@ -95,7 +98,9 @@ def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
 
 
 def _backend_for(asked: str, device: Device) -> str:
-    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), to use instead of ``asked``."""
+    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that replaces a requested
+    backend.
+    """
     if device.is_host and ("nccl" in asked or ":" in asked):
         return device.backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one
     return asked.replace("nccl", device.backend).replace("cuda:", f"{device.name}:")

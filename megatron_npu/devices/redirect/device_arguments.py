@@ -1,4 +1,4 @@
-"""Redirect other functions with device arguments.
+"""Redirect the device arguments of torch functions that have no module of their own here.
 
 These are loading, storages, generators, default tensor types, meshes and DDP.
 """
@@ -20,7 +20,7 @@ from megatron_npu.devices.device_names import Target, means_cuda, target_on
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements for these functions."""
+    """Yield the replacements for functions with device arguments."""
     target = target_on(device)
     yield serialization, "default_restore_location", _restore_location(target)
     yield torch.UntypedStorage, "to", _storage_to(target)
@@ -31,7 +31,10 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _restore_location(target: Target) -> Callable[..., Any]:
-    """Map the locations of loaded storages: any ``map_location``, and the tags in CUDA checkpoints."""
+    """Return a replacement for torch's function that restores storages, with CUDA locations mapped.
+
+    It applies to any ``map_location`` and to the tags in CUDA checkpoints.
+    """
     original = serialization.default_restore_location
 
     @functools.wraps(original)
@@ -42,7 +45,9 @@ def _restore_location(target: Target) -> Callable[..., Any]:
 
 
 def _storage_to(target: Target) -> Callable[..., Any]:
-    """Map ``UntypedStorage.to``, which ``storage.cuda()`` calls, also for typed storages."""
+    """Return a replacement for ``UntypedStorage.to``, which ``storage.cuda()`` calls for all storage
+    types.
+    """
     original = torch.UntypedStorage.to
 
     @functools.wraps(original)
@@ -70,7 +75,10 @@ def _generator_type(target: Target) -> type:
 
 
 def _default_tensor_type(device: Device) -> Callable[[Any], None]:
-    """Set the default dtype and device separately, because torch has no NPU tensor types for this purpose."""
+    """Return a setter for the default tensor type that sets dtype and device separately.
+
+    torch has no NPU tensor types for this purpose.
+    """
     original = torch.set_default_tensor_type
     has_device = False
 

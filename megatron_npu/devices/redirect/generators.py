@@ -1,4 +1,7 @@
-"""Redirect torch's functions for the default generator; a CPU needs two generators (see ``CpuDevice``)."""
+"""Redirect torch's functions for the default generator.
+
+A CPU needs two generators (see ``CpuDevice``).
+"""
 
 from __future__ import annotations
 

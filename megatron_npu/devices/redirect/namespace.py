@@ -1,4 +1,4 @@
-"""Replacements for the names in ``torch.cuda`` itself."""
+"""Replace the names in ``torch.cuda`` itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REQUIRED = (
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements in ``device.cuda_namespace``.
+    """Yield the replacements that ``device.cuda_namespace`` lists.
 
     Raises:
         UsageError: it lacks a name without which no run can start.
@@ -63,7 +63,9 @@ def replacements(device: Device) -> Iterator[Replacement]:
 def _truthful_to(
     asking: callers.Callers, real: Callable[..., Any], redirected: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls ``real`` for the modules in ``asking`` and ``redirected`` for others."""
+    """Return a function that calls ``real`` for the modules in ``asking``, and ``redirected`` for all
+    others.
+    """
 
     @functools.wraps(real)
     def probe(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,9 @@ def _truthful_to(
 
 
 def _distinct(value: Any) -> Any:
-    """Return a new function object for a function or method; return anything else unchanged.
+    """Return a new function object for a function or method.
+
+    Other values are returned unchanged.
 
     torch._dynamo stores its rules per function object: if one function had two names in torch.cuda with
     different rules, importing torch._dynamo would fail.

@@ -74,7 +74,9 @@ def _then(original: Callable[..., Any], then: Callable[[Any], Any]) -> Callable[
 
 
 def _private_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in this process's private memory, as on CUDA, where ``to`` copies out of shared memory.
+    """Return a copy of a tensor in private memory if it is in shared memory.
+
+    On CUDA, ``to`` always copies out of shared memory.
 
     ``torch.multiprocessing`` passes tensors to other processes in shared memory. Without the copy, all ranks
     of ``mp.spawn(train, args=(model,))`` would train the same weights.
@@ -95,7 +97,9 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types and reports them to Megatron."""
+    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types, and reports these types to
+    Megatron.
+    """
     original = torch.Tensor.type
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 

@@ -1,1 +1,1 @@
-"""Dataset support for ``megatron-npu train``: loading datasets, checking them and creating batches."""
+"""Load and check datasets, and create batches, for ``megatron-npu train``."""

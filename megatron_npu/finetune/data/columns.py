@@ -1,4 +1,4 @@
-"""Map the roles of a task to the dataset's columns, by their usual names or by ``--columns ROLE=NAME``."""
+"""Map a task's roles to dataset columns, by their usual names or by ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declaration of the flags of all tasks, and a check that the selected task uses every flag given."""
+"""Declare the flags of all tasks, and check that the selected task uses every given flag."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_data_flags(add: Callable[..., Any]) -> None:
 
 
 def _roles() -> str:
-    """Return the column roles of all tasks, formatted for help output."""
+    """Return the column roles of all tasks, formatted for help texts."""
     *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
     return f"{', '.join(most)} and {last}"
 
@@ -60,7 +60,7 @@ def _flags() -> list[Flag]:
 
 
 def _readers() -> dict[str, list[str]]:
-    """Return the names of the values that only some tasks read, each with the tasks that read it."""
+    """Return the values that only some tasks read, with the tasks that read each of them."""
     reads = {name: task.all_reads() for name, task in tasks.every().items()}
     values = sorted(set().union(*reads.values()))
     return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
@@ -93,7 +93,7 @@ def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
 
 
 def refuse_others(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that the task uses every flag given, and run the task's own checks.
+    """Check that the selected task uses every given flag, and run the task's own checks.
 
     User scripts may use any flag, so flags are not checked for them.
 

@@ -40,7 +40,7 @@ _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
-    """Return the splits ``train`` and ``validation``, and the split ``test`` if it exists.
+    """Return the splits ``train`` and ``validation``, and ``test`` if it exists.
 
     Args:
         args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
@@ -79,7 +79,10 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
 def _sound(
     name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
 ) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
-    """Return the valid rows of the files and their row numbers, without caching them."""
+    """Return the valid rows of the files with their row numbers.
+
+    The rows are not cached.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron-npu-") as folder:
         copies, rows = skipped_rows.copies(files, Path(folder), skipped)
         return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
@@ -111,12 +114,13 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _saved(path: Path) -> list[str]:
-    """Return the names of the marker files of ``save_to_disk`` that a folder contains."""
+    """Return the names of a folder's files that ``save_to_disk`` writes as markers."""
     return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
 
 
 def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the files of each split, or nothing if the dataset is neither a file nor a folder of files.
+    """Return the files of each split, or an empty dict if the dataset is neither a file nor a folder of
+    files.
 
     Raises:
         UsageError: the folder has no file for any split.
@@ -131,7 +135,10 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
 def _read(
     name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
 ) -> Mapping[str, Dataset]:
-    """Return the rows of each split; ``kept`` contains the cache options for reading files."""
+    """Return the rows of each split.
+
+    ``kept`` contains the cache options for reading files.
+    """
     library = _library()
     if config is not None:
         _require_configurations(name, config)
@@ -180,7 +187,7 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a dataset by name: one that is already prepared, one from the hub, or a copy in the hub's cache.
+    """Load a dataset by name from a prepared dataset, from the hub, or from the hub's cache.
 
     Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
     those that were downloaded with ``hf download --repo-type dataset``.
@@ -199,7 +206,7 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
 
 
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
-    """Return the cache folder for the rows of a local folder, or None to use the default cache folder.
+    """Return the cache folder for a local folder's rows, or None for the default cache folder.
 
     The path of the folder depends on the files. Otherwise, for a folder with configurations, ``datasets`` 5.2
     would continue to use the rows that it prepared first, even after the files have changed.
@@ -269,7 +276,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
-    """Return the row numbers for training and those for validation, chosen at random with ``seed``."""
+    """Return the row numbers for training and for validation, chosen at random with ``seed``."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         raise UsageError(
@@ -307,7 +314,7 @@ def _refused(
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return the description of the expected input and the remedy, for an error about unreadable data."""
+    """Return the expected input and the remedy for an error about unreadable data."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -327,7 +334,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for an empty split named by ``datasets``, or None if that split is unknown."""
+    """Return the error for an empty split that ``datasets`` reports, or None if the split is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:

@@ -1,4 +1,4 @@
-"""The labels of a dataset, which are class numbers, class names, or numbers for regression."""
+"""Collect the labels of a dataset: class numbers, class names, or numbers for regression."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN = -1  # what the hub's data sets have for labels that are not given away
 
 @dataclass(frozen=True)
 class Labels:
-    """The set of labels that occur in a dataset.
+    """The labels that occur in a dataset.
 
     Attributes:
         names: names of the classes, in order; empty for regression.
@@ -114,12 +114,14 @@ def values(rows: Dataset, column: str) -> list[Any]:
 
 
 def are_hidden(rows: Dataset, column: str) -> bool:
-    """Return True if no row of a split has a label, which is the case for the test splits of GLUE."""
+    """Return True if no row of a split has a label, as in the test splits of GLUE."""
     return all(label is None or label == HIDDEN for label in values(rows, column))
 
 
 def not_given_away(dataset: Any) -> bool:
-    """Return True if the samples have the label -1, which the hub uses for hidden labels.
+    """Return True if the samples have the label -1.
+
+    The hub uses this value for hidden labels.
 
     Only the first few samples are checked, because a dataset hides either all of its labels or none.
     """
@@ -152,7 +154,7 @@ def _classes(
 
 
 def _first_text(rows: Iterable[tuple[int, Any]]) -> tuple[int, str]:
-    """Return the first row whose label is a string, and that label."""
+    """Return the number and the label of the first row whose label is a string."""
     return next((row, label) for row, label in rows if isinstance(label, str))
 
 
@@ -165,7 +167,7 @@ def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes as they are written in the training rows, and the names of the classes.
+    """Return the classes as written in the training rows, with their names.
 
     Raises:
         UsageError: there are fewer than two classes, or the labels mix numbers and names.
@@ -188,7 +190,7 @@ def _of_trained(
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
-    """Return the class numbers and class names for the numbers that occur in the training split.
+    """Return the class numbers that occur in the training split, with their names.
 
     Raises:
         UsageError: numbers are missing from the data, and the model has no classes for them.
@@ -215,7 +217,9 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
-    """Return consecutive class numbers that start above 0 (such as 1 to 5 stars), which serve as names.
+    """Return consecutive class numbers that start above 0, such as 1 to 5 stars.
+
+    The numbers serve as names.
 
     The model is saved with these names, so it can be trained further on the same data. Returns None if the
     numbers are not consecutive or do not start above 0.

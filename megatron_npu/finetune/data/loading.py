@@ -1,4 +1,4 @@
-"""Loading of batches, which depend only on the seed, the epoch and the batch number.
+"""Load batches that depend only on the seed, the epoch and the batch number.
 
 Batches are moved to the device of their rank. Micro-batch ``m`` of an epoch contains the samples ``m * size``
 to ``(m + 1) * size`` in the epoch's order, and rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``,
@@ -35,7 +35,7 @@ _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are
 
 @dataclass(frozen=True)
 class Sampling:
-    """The assignment of a dataset's samples to the batches of a rank.
+    """Assignment of a dataset's samples to the batches of a rank.
 
     Attributes:
         size: number of samples per batch on a rank.
@@ -57,7 +57,9 @@ class Sampling:
 
 
 class Loader:
-    """Iterable over the batches of a dataset for one rank; each iteration over it is one epoch.
+    """Iterable over the batches of a dataset for one rank.
+
+    Each iteration is one epoch.
 
     Args:
         dataset: a dataset with ``__len__`` and ``__getitem__``; not a stream.
@@ -108,7 +110,7 @@ class Loader:
             yield on_device(held.batch, self.device)
 
     def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield the batches of an epoch in host memory, starting with batch ``start``.
+        """Yield an epoch's batches in host memory, starting with batch ``start``.
 
         Args:
             epoch, start: see ``batches``.
@@ -138,12 +140,15 @@ class Loader:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches endlessly, starting with batch ``start`` as counted over all epochs."""
+        """Yield batches endlessly, starting with batch ``start``, counted over all epochs."""
         for held in self.held_forever(start):
             yield on_device(held.batch, self.device)
 
     def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield batches endlessly in host memory; ``once`` has the same meaning as in ``held``."""
+        """Yield batches in host memory endlessly.
+
+        ``once`` has the same meaning as in ``held``.
+        """
         epoch, first = divmod(start, len(self))
         while True:
             yield from self.held(epoch, first, once=once)
@@ -158,7 +163,10 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in one epoch, indexed by number; with ``once``, repeated samples are omitted."""
+    """The batches of a rank in one epoch, indexed by number.
+
+    With ``once``, repeated samples are omitted.
+    """
 
     def __init__(self, loader: Loader, order: Sequence[int], epoch: int, once: bool) -> None:
         self._dataset, self._collate, self._order = loader.dataset, loader.collate_fn, order
@@ -166,7 +174,10 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the position of a batch's first sample in the epoch's order, which may be past the end."""
+        """Return the position of a batch's first sample in the epoch's order.
+
+        It may be past the end.
+        """
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 
     def _size_of(self, number: int) -> int:
@@ -188,7 +199,7 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return one seed per sample of the current batch, determined only by the sample's position in the epoch.
+    """Return one seed per sample of the current batch, determined by the sample's position in the epoch.
 
     Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
     ``Loader``, the seeds are drawn from torch's generator.
@@ -230,10 +241,13 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """A batch with a ``to`` method, because custom loops call ``to`` on batches from Transformers."""
+    """Batch with a ``to`` method, which custom loops call on batches from Transformers."""
 
     def to(self, device: Any) -> Batch:
-        """Move the values to a device in place; a move to "cuda" has no effect if there is no GPU."""
+        """Move the values to a device in place.
+
+        A move to "cuda" has no effect on a machine without a GPU.
+        """
         if not _is_here(device):
             self.update({name: on_device(value, device) for name, value in self.items()})
         return self
@@ -246,7 +260,7 @@ def _is_here(device: Any) -> bool:
 
 @functools.cache
 def _staying(kind: type) -> type:
-    """Return a subclass of a batch class that ignores requests to move to a GPU when there is no GPU."""
+    """Return a subclass of a batch class that ignores moves to a GPU on a machine without one."""
 
     def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
@@ -255,14 +269,17 @@ def _staying(kind: type) -> type:
 
 
 def _stays(batch: Any) -> Any:
-    """Make a Transformers batch ignore requests to move to a GPU when there is no GPU."""
+    """Make a Transformers batch ignore moves to a GPU on a machine without one."""
     if isinstance(batch, UserDict):
         batch.__class__ = _staying(type(batch))
     return batch
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch (a mapping, a sequence, or an object with ``to``) with its tensors on a device."""
+    """Move the tensors of a batch to a device.
+
+    A batch is a mapping, a sequence, or an object with ``to``.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if hasattr(batch, "to"):  # BatchEncoding of Transformers
@@ -302,7 +319,7 @@ def _seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Seed the host's random generators from a key inside the block, and restore their states afterwards."""
+    """Seed the host's random generators from a key within the block, and restore their states afterwards."""
     seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,4 +1,4 @@
-"""Datasets in ``.bin/.idx`` format for Transformers models: masked sentence pairs and token windows.
+"""Build datasets in ``.bin/.idx`` format for Transformers models: masked sentence pairs and token windows.
 
 Sentence pairs are for BERT, and token windows are for GPT. Samples come from megatron-core's datasets, whose
 indices are stored next to the data or in ``--data-cache-path``, and their values are renamed to the names
@@ -103,7 +103,7 @@ def build_train_valid_test_datasets_for_huggingface(
 
 
 class MaskedPairs(Dataset):
-    """Masked sentence pairs from megatron-core, with the value names that Transformers uses.
+    """Masked sentence pairs from megatron-core with Transformers' value names.
 
     Args:
         pairs: a ``BERTMaskedWordPieceDataset`` or a blend of them.
@@ -118,7 +118,7 @@ class MaskedPairs(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample, whose tensors have shape [s] and dtype int64."""
+        """Return a sample with tensors ``[s]``, int64."""
         sample = self.pairs[number]
         tokens = torch.from_numpy(sample["text"])
         # the last separator ends a sample, and nothing behind it equals one: versions pad otherwise
@@ -168,7 +168,7 @@ def build_causal_datasets_for_huggingface(
 
 
 class CausalWindows(Dataset):
-    """GPT windows from megatron-core, with the value names that Transformers uses.
+    """GPT windows from megatron-core with Transformers' value names.
 
     Args:
         windows: a ``GPTDataset`` or a blend of them, with s - 1 tokens and labels per sample.
@@ -181,7 +181,7 @@ class CausalWindows(Dataset):
         return len(self.windows)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample, whose tensors have shape [s] and dtype int64."""
+        """Return a sample with tensors ``[s]``, int64."""
         sample = self.windows[number]
         text = _text(sample)
         return {
@@ -218,7 +218,7 @@ def build_train_valid_test_datasets(
 
 
 class Texts(CausalWindows):
-    """GPT windows from megatron-core, each a single tensor one token longer than the model's input."""
+    """GPT windows from megatron-core as single tensors, one token longer than the model's input."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return one sample, [s + 1] int64."""
@@ -258,7 +258,7 @@ def _windows(
 
 
 def _common(seed: int, length: int, found: Found, weights: list[float] | None, split: str) -> dict[str, Any]:
-    """Return the configuration options that all megatron-core datasets share."""
+    """Return the configuration options that all datasets of megatron-core share."""
     return {
         "random_seed": seed,
         "sequence_length": length,
@@ -269,7 +269,10 @@ def _common(seed: int, length: int, found: Found, weights: list[float] | None, s
 
 
 def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[float] | None, Found]:
-    """Return the blend weights (or None) and the prefixes, after checking their files and the vocabulary."""
+    """Check the dataset files and the vocabulary.
+
+    Return the blend weights (or None) and the prefixes.
+    """
     if data_impl not in ("mmap", "lazy", "cached", "infer"):
         raise UsageError(
             f"--data-impl must be mmap, lazy, cached or infer, but got {data_impl}. Create the data with "
@@ -293,7 +296,10 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
 
 
 def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) -> None:
-    """Reject a split that is used but has no documents, for which upstream would search endlessly."""
+    """Reject a split that is used but has no documents.
+
+    Upstream would search it endlessly.
+    """
     shares = split_shares(split)
     for name, share, part, size in zip(PARTS, shares, sizes_of_parts(shares, count), sizes, strict=True):
         if size and share and not part:
@@ -309,14 +315,14 @@ def _require_probability(flag: str, value: float) -> None:
 
 
 def _asked(sample: dict[str, Tensor]) -> Tensor:
-    """Return the tokens of a masked pair as they were before masking, [s] int64."""
+    """Return the tokens of a masked pair before masking, ``[s]`` int64."""
     return sample["labels"].where(sample["labels"] != IGNORED, sample["input_ids"])
 
 
 def _warn_of_unknown_tokens(
     part: Any, tokens: Callable[[Any], Tensor], unknown: int | None, around: Iterable[int] = ()
 ) -> None:
-    """Warn if most tokens of the first samples are missing from the vocabulary.
+    """Warn if the vocabulary lacks most tokens of the first samples.
 
     Args:
         part: the training dataset. If None, nothing is checked.

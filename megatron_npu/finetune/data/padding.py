@@ -1,4 +1,4 @@
-"""Pad batches to a small number of lengths, so that graphs need not be compiled for every length."""
+"""Pad batches to a small number of lengths, so that graphs are not compiled for every length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _GROWTH = 1.25  # from bucket to bucket: a ninth of padding on average, and 20 b
 
 
 def buckets(longest: int, multiple: int = 8) -> list[int]:
-    """Return the padded lengths up to ``longest`` tokens, each a quarter longer than the one before.
+    """Return the padded lengths up to ``longest`` tokens.
+
+    Each length is a quarter longer than the previous one.
 
     Raises:
         UsageError: ``longest`` is not positive.

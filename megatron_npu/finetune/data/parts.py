@@ -1,4 +1,4 @@
-"""The splits of a dataset, and the position of each row in the user's files."""
+"""Store the splits of a dataset with each row's position in the user's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITH_HEAD = (".csv", ".tsv")
 
 
 class Parts(dict[str, Any]):
-    """The rows of each split by name, which keep track of each row's position in the user's files.
+    """Rows of each split by name, with the position of each row in the user's files.
 
     Args:
         rows: the rows of each split.
@@ -46,24 +46,27 @@ class Parts(dict[str, Any]):
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """If rows have been removed from a split before, record which rows of the files it still contains."""
+        """Record which rows of the files a split contains, if rows have been removed from it before."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return a row's file (or its split if the file is unknown) and its number in that file, from 1."""
+        """Return a row's file and its number in the file, counted from 1.
+
+        If the file is unknown, return the split.
+        """
         source, numbers = self._taken.get(part, (part, None))
         files = self._files.get(source, ())
         place = str(files[0]) if len(files) == 1 else f"part {source!r}"
         return place, (row if numbers is None else int(numbers[row])) + 1
 
     def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
-        """Return the splits with changed columns; the positions of the rows are kept."""
+        """Return the splits with changed columns and unchanged row positions."""
         found = Parts({part: change(rows) for part, rows in self.items()}, self._files)
         found._taken = self._taken
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Return a description of a row's position: ``row 7 below the head of reviews.csv (part 'train')``.
+        """Describe a row's position, for example ``row 7 below the head of reviews.csv (part 'train')``.
 
         Args:
             part: the split that contains the row.
@@ -80,5 +83,5 @@ class Parts(dict[str, Any]):
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
-    """Map the row numbers of a selection to those of the rows that the selection was taken from."""
+    """Map the row numbers of a selection to row numbers of the original rows."""
     return numbers if before is None else [int(before[number]) for number in numbers]

@@ -1,4 +1,4 @@
-"""Support for ``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
+"""Implement ``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
 
 Malformed rows are JSON lines that are not objects, table rows with more or fewer cells than the header, rows
 that are not UTF-8, and rows without a value that the task needs.
@@ -30,7 +30,7 @@ Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong
 
 
 class Skipped:
-    """A record of the rows that have been skipped so far.
+    """Record of the rows skipped so far.
 
     Args:
         args: the flags; only ``skip_bad_rows``, ``save`` and ``rank`` are used.
@@ -74,7 +74,7 @@ class Skipped:
 def copies(
     parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
 ) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
-    """Write copies of the files in which the malformed rows are omitted.
+    """Write copies of the files without the malformed rows.
 
     Args:
         parts: the files of each split.
@@ -110,7 +110,10 @@ def copies(
 
 
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
-    """Skip rows that lack a value in one of these columns; a test split may have hidden labels."""
+    """Skip rows that lack a value in one of the columns.
+
+    A test split may have hidden labels.
+    """
     for part in [part for part in parts if part != "test" and columns]:
         values = parts[part].select_columns(list(columns))[:]
         kept = []
@@ -126,7 +129,7 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads the rows of a file, or None if single rows cannot be malformed."""
+    """Return a function that reads a file's rows, or None if single rows cannot be malformed."""
     if path.suffix in _SEPARATORS:
         return _of_a_table
     if path.suffix == ".txt":
@@ -169,7 +172,10 @@ def _no_object(text: str) -> str:
 
 
 def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
-    """Return the header of a table and its rows; a row may span several lines."""
+    """Return the header and the rows of a table.
+
+    A row may span several lines.
+    """
     separator = _SEPARATORS[path.suffix]
     text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator)

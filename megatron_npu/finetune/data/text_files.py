@@ -1,4 +1,4 @@
-"""Check that a task's text files are valid UTF-8 and not empty, and report where the first error is."""
+"""Check that text files are valid UTF-8 and not empty, and report the position of the first error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def require(path: Path) -> None:
 
 
 def require_head(path: Path, separator: str) -> None:
-    """Check that the column names in a table's header are unique; readers would rename a repeated one.
+    """Check that the column names in a table's header are unique.
+
+    Readers would rename a repeated name.
 
     Raises:
         UsageError: a name occurs twice.

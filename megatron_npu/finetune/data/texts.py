@@ -1,4 +1,6 @@
-"""Check that a task's columns contain text or word lists in every row, and report where an error is."""
+"""Check that a task's columns contain texts or word lists in every row, and report the first error's
+position.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The word-piece vocabulary that the flags select for masked sentence pairs."""
+"""Select the word-piece vocabulary for masked sentence pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.data.tokenization import bert_wordpiece
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A word-piece vocabulary with the interface that megatron-core's dataset expects.
+    """Word-piece vocabulary with the interface of megatron-core's datasets.
 
     Attributes:
         inv_vocab: maps ids to pieces; pieces inside a word start with ``##``.
@@ -36,12 +36,12 @@ class WordPieces:
 
     @property
     def eod(self) -> int:
-        """The id of the separator, because word-piece vocabularies have no end-of-document token."""
+        """The id of the separator, which serves as the end-of-document token."""
         return self.sep
 
 
 def word_pieces(args: Namespace) -> WordPieces:
-    """Return the vocabulary that ``--tokenizer-type`` and the vocabulary files define.
+    """Return the vocabulary defined by ``--tokenizer-type`` and the vocabulary files.
 
     The vocabulary lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's vocabulary, because
     Transformers models have no weights for them.
@@ -74,7 +74,7 @@ def word_pieces(args: Namespace) -> WordPieces:
 
 
 def _of_transformers(args: Namespace) -> Any:
-    """Return the tokenizer of --tokenizer-model if given, and otherwise that of the model to train."""
+    """Return the tokenizer of --tokenizer-model if it is given, or else that of the model to train."""
     from transformers import AutoTokenizer
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path

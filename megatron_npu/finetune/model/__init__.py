@@ -1,1 +1,1 @@
-"""Preparation of a user's model for the switches: sharding, compilation, 16-bit precision and others."""
+"""Prepare a user's model according to the switches: sharding, compilation, 16-bit precision and others."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: save only a block's input, and recompute the rest in the backward pass."""
+"""Apply activation checkpointing: save only a block's input, and recompute the rest in the backward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def checkpoint_activations(model: nn.Module) -> str:
 
 
 def _transformers_own(model: Any) -> None:
-    """Enable gradient checkpointing in Transformers, which renamed the method for this in version 5."""
+    """Enable gradient checkpointing in Transformers.
+
+    Version 5 renamed the method for this.
+    """
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)({"use_reentrant": False})

@@ -1,4 +1,6 @@
-"""Find the repeated blocks of a Transformer: the units of sharding, recomputation and compilation."""
+"""Find the repeated blocks of a Transformer, which are the units of sharding, recomputation and
+compilation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disable KV caches, which only generation needs, during training."""
+"""Disable KV caches during training, because only generation uses them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CACHES = ("cache", "past_key_values")  # Transformers' name since 5.24, and bef
 def _without_cache(
     place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Set ``use_cache=False`` unless the call sets it or passes a cache."""
+    """Set ``use_cache=False`` unless the caller sets it or passes a cache."""
     if len(args) <= place and all(kwargs.get(name) is None for name in _CACHES):
         kwargs.setdefault("use_cache", False)
     return args, kwargs

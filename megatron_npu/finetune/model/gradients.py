@@ -1,4 +1,4 @@
-"""Gradient norm over all ranks and scaling of gradients, for unsharded and sharded weights.
+"""Compute gradient norms over all ranks, and scale gradients of unsharded and sharded weights.
 
 ``torch.nn.utils.get_total_norm`` is not used, because it computes the norm in the gradients' dtype. In fp16,
 the norm overflows to inf although no gradient is infinite, and a loss scale would treat this as an overflow.
@@ -19,7 +19,9 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients taken as one vector, over all ranks if the gradients are sharded.
+    """Return the L2 norm of all gradients as one vector.
+
+    If the gradients are sharded, it covers all ranks.
 
     The norm is inf or nan if a gradient contains one. ``device`` is the device on which the ranks
     communicate.
@@ -34,7 +36,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all values, as a scalar fp32 tensor on ``device``."""
+    """Return the sum of squares of all values as an fp32 scalar on ``device``."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
@@ -43,12 +45,15 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return the clipping factor for gradients with this norm; a ``largest`` of 0 disables clipping."""
+    """Return the clipping factor for a gradient norm.
+
+    A ``largest`` of 0 disables clipping.
+    """
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0
 
 
 def scale(gradients: list[Tensor], factor: float) -> None:
-    """Multiply the gradients in place."""
+    """Multiply the gradients by ``factor`` in place."""
     if factor != 1.0:
         for (bunch,) in group_by_dtypes((tensor,) for tensor in local_parts(gradients) if tensor.numel()):
             torch._foreach_mul_(bunch, factor)

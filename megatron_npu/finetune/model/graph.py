@@ -1,4 +1,4 @@
-"""Compile the repeated blocks of a model, so that all identical layers share one graph."""
+"""Compile the repeated blocks of a model, so that identical layers share one graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a log line if attention is not part of the graphs, or an empty string otherwise.
+    """Return a log line if attention is not part of the compiled graphs, or an empty string if it is.
 
     The CPU operation generates dropout masks tile by tile from its own generator, which a graph cannot
     capture; torch's own attention would be part of the graph but compute all scores. Each block then consists
@@ -75,6 +75,9 @@ def attention_outside(model: nn.Module) -> str:
 
 
 def count_graphs() -> int:
-    """Return the number of graphs compiled in this process, which must not grow with the number of steps."""
+    """Return the number of graphs compiled in this process.
+
+    It must not grow with the number of steps.
+    """
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

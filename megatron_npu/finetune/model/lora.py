@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) with peft, which trains only the adapters and a new head."""
+"""Add low-rank adapters (Hu et al. 2021) with peft, which trains only the adapters and a new head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Add adapters of the given rank to the model; return the model and a log line.
+    """Add adapters of the given rank to the model.
+
+    Return the model and a log line.
 
     Adapters are added to the layers in peft's table for this model type. If the table has no entry for the
     type, they are added to every linear layer of the repeated blocks, or to every linear layer if there are
@@ -45,7 +47,7 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
 
 
 def _targets(model: nn.Module) -> tuple[list[str], str]:
-    """Return the value of peft's ``target_modules`` and a description of the modules that it selects."""
+    """Return the value of peft's ``target_modules``, and a description of the selected modules."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -82,7 +84,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the modules of a Transformers model other than its pre-trained base and language-model head."""
+    """Return the modules of a Transformers model other than its base model and language-model head."""
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):
         return []

@@ -1,4 +1,4 @@
-"""Main weights, which the optimizer updates in place of the model's weights.
+"""Manage main weights, which the optimizer updates instead of the model's own weights.
 
 Main weights are either shards (ZeRO-1) or copies on the host.
 """
@@ -24,7 +24,7 @@ _GATHERED = 1 << 20  # values that one collective brings together
 
 @dataclass
 class _Weight:
-    """A parameter of the model, with the part of it that this rank's optimizer updates.
+    """Parameter of the model, with the part of it that this rank's optimizer updates.
 
     Attributes:
         main: the tensor that the optimizer updates: the parameter itself, a row shard, or a copy on the host.
@@ -36,17 +36,20 @@ class _Weight:
     step: int
 
     def rows(self, rank: int, of: Tensor) -> Tensor:
-        """Return a view of the rows of ``of`` that belong to ``rank``; ``of`` has the parameter's shape."""
+        """Return the rows of ``of`` that belong to ``rank`` as a view.
+
+        ``of`` has the parameter's shape.
+        """
         return of[rank * self.step : (rank + 1) * self.step] if self.step else of
 
     @property
     def padded(self) -> int:
-        """The number of values in a shard, including padding, so that every rank sends the same number."""
+        """The number of values in a shard, padded so that every rank sends the same number."""
         return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
 
 
 class MainWeights:
-    """The weights that an optimizer updates in place of a model's own weights.
+    """Main weights, which an optimizer updates instead of a model's own weights.
 
     Before a step, each main weight receives its gradient; after the step, the model receives the new values.
     Both happen in ``optimizer.step()`` once ``follow`` has been called. Sharded main weights are DTensors
@@ -72,20 +75,20 @@ class MainWeights:
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register ``pull`` to run before each optimizer step and ``push`` to run after it."""
+        """Run ``pull`` before each optimizer step and ``push`` after it."""
         optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
         optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Step the optimizer without changing the model, for example to create the optimizer's state."""
+        """Run optimizer steps without changing the model, for example to create the optimizer state."""
         self._follows = False
         yield
         self._follows = True
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Pass the model's gradients to the main weights, and free the gradients on the device."""
+        """Copy the model's gradients to the main weights, and free the gradients on the device."""
         for weight in self.weights.values():
             gradient = weight.parameter.grad
             if gradient is None:
@@ -97,7 +100,7 @@ class MainWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Copy the new values to the model on every rank, and clear the model's gradients."""
+        """Copy the updated values to the model on every rank, and clear the model's gradients."""
         for weight in self.weights.values():
             if self.host:
                 weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))
@@ -108,7 +111,7 @@ class MainWeights:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the model's values to the main weights after a checkpoint has changed them."""
+        """Copy the model's values to the main weights after a checkpoint was loaded."""
         if self.host:
             for weight in self.weights.values():
                 _local(weight.main).copy_(weight.rows(self.rank, weight.parameter))
@@ -124,7 +127,7 @@ class MainWeights:
         return weight
 
     def _like_main(self, weight: _Weight, part: Tensor) -> Tensor:
-        """Return this rank's part of a weight or gradient on the optimizer's device and in its layout."""
+        """Return this rank's part of a weight or gradient, on the optimizer's device and in its layout."""
         if self.host:
             part = part.to("cpu", copy=True)
         if not weight.step or self.mesh is None:
@@ -137,7 +140,10 @@ class MainWeights:
         return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def _bunches(self) -> Iterator[list[_Weight]]:
-        """Yield groups of sharded weights of the same dtype and device, each gathered by one collective."""
+        """Yield groups of sharded weights with equal dtype and device.
+
+        One collective gathers each group.
+        """
         open_: dict[Any, list[_Weight]] = {}
         ranks = self.mesh.size() if self.mesh is not None else 1
         for weight in self.weights.values():

@@ -1,4 +1,4 @@
-"""Settings of the optimizer on resume, which come from the current flags rather than from the checkpoint.
+"""Restore optimizer settings from the current flags, rather than from the checkpoint, on resume.
 
 These settings must be restored after loading, because torch stores them in the parameter groups, which are
 loaded together with the moments, and ``LambdaLR`` stores each group's maximum learning rate.
@@ -17,7 +17,7 @@ _SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a newly created optimizer and its schedule.
+    """Settings of a newly created optimizer and its schedule.
 
     Attributes:
         groups: the settings of each group.
@@ -29,14 +29,17 @@ class Settings:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Settings:
-        """Return the current settings; call this before anything is loaded."""
+        """Return the current settings.
+
+        Call this before a checkpoint is loaded.
+        """
         groups = [
             {name: group[name] for name in _SETTINGS if name in group} for group in optimizer.param_groups
         ]
         return Settings(groups, list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None)
 
     def restore(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
-        """Restore the settings; the learning rate is computed from the schedule's position."""
+        """Restore the settings, and compute the learning rate from the schedule's position."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         if self.rates is not None and isinstance(schedule, LambdaLR):
@@ -45,7 +48,10 @@ class Settings:
 
 
 def follow(schedule: LambdaLR) -> None:
-    """Recompute the learning rates at a schedule's position, because its function may have changed."""
+    """Recompute the learning rates at a schedule's position.
+
+    The schedule's function may have changed.
+    """
     for group, rate, part in zip(
         schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
     ):

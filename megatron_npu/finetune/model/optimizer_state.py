@@ -1,4 +1,4 @@
-"""The state of an optimizer over replaced weights, stored in checkpoints under the weights' original names.
+"""Save the optimizer state of replaced weights under the weights' original names.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
 weights, and not those of ZeRO-1 or of an offloaded optimizer; it omits weights that have not been updated
@@ -19,7 +19,7 @@ Named = dict[str, nn.Parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
-    """Make an optimizer update the tensors that have replaced a model's weights.
+    """Make an optimizer update the tensors that replace a model's weights.
 
     Parameter groups keep their options. Weights that are no longer trained are removed from their group, new
     weights (adapters) are added to the first group, and weights that were in no group are not added to any.
@@ -34,7 +34,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Any]:
-    """Return this rank's tensors as ``{"state": {name: {...}}, "groups": [{...}]}``.
+    """Return this rank's optimizer state as ``{"state": {name: {...}}, "groups": [{...}]}``.
 
     Afterwards, every weight has state (see ``make_state``), because reading a checkpoint fills existing
     tensors.
@@ -51,7 +51,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str,
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: dict[str, Any]) -> None:
-    """Load the result of ``optimizer_state``; a weight without state remains without state."""
+    """Load the result of ``optimizer_state``.
+
+    A weight without saved state has no state afterwards.
+    """
     names = {id(parameter): name for name, parameter in named.items()}
     optimizer.state.clear()
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -63,7 +66,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state of weights that lack it, by running a step that changes no values.
+    """Create missing optimizer state by running a step that changes no weights.
 
     The weights get zero gradients and a learning rate of 0, and the step is not counted. torch's
     ``_init_optim_state`` does the same for an optimizer without any state, but leaves the step counts at 1.
@@ -88,7 +91,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Set the learning rates to 0 inside the block, so that an optimizer step changes no weight.
+    """Set the learning rates to 0 within the block, so that an optimizer step changes no weights.
 
     All group options are restored afterwards.
     """

@@ -1,4 +1,4 @@
-"""Mixed precision: 16-bit matmuls, fp32 weights, and the loss scale that fp16 requires."""
+"""Implement mixed precision: 16-bit matmuls, fp32 weights, and the loss scale for fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dtype_of(mixed_precision: str | None) -> torch.dtype:
 
 
 def autocast(device: torch.device, mixed_precision: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context for a forward pass: torch's autocast, or a null context in fp32."""
+    """Return the context for a forward pass: torch's autocast, or no context in fp32."""
     if mixed_precision is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype_of(mixed_precision))
@@ -52,7 +52,7 @@ class LossScale:
         return loss.float() * self.value
 
     def update(self, norm: float) -> bool:
-        """Record a step with this gradient norm, and return True if the step overflowed."""
+        """Record a step's gradient norm. Return True if the step overflowed."""
         if not math.isfinite(norm):
             self.value, self.steps = max(self.value * self.backoff, SMALLEST), 0
             return True
@@ -62,7 +62,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that must be saved in order to resume."""
+        """Return the state of the loss scale for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

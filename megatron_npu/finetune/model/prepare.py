@@ -41,7 +41,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass
 class Prepared:
-    """A prepared model: call ``model``, then ``backward`` and ``step``.
+    """A prepared model for training: call ``model``, then ``backward`` and ``step``.
 
     A training step looks as follows::
 
@@ -101,7 +101,7 @@ class Prepared:
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of ``loss``, which is a scalar tensor in fp32 or a 16-bit dtype."""
+        """Accumulate the gradients of ``loss``, a scalar in fp32 or a 16-bit dtype."""
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
@@ -148,7 +148,7 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state_dict`` after it has been filled from a checkpoint.
+        """Load the result of ``state_dict`` with values from a checkpoint.
 
         For the default optimizer, only the moments are loaded; the settings and the learning rate come from
         the current flags. A user's optimizer keeps its stored settings, and a schedule from the flags uses
@@ -179,7 +179,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Options for this project's AdamW, the default optimizer."""
+    """Options of this project's AdamW, the default optimizer."""
 
     lr: float = 1e-4
     weight_decay: float = 0.01
@@ -257,7 +257,10 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Apply the switches that change the model in place; return the model and one log line per switch."""
+    """Apply the switches that change the model in place.
+
+    Return the model and one log line per switch.
+    """
     ledger: list[str] = []
     if switches.lora_rank:
         model, line = adapt(model, switches.lora_rank)
@@ -278,7 +281,9 @@ def optimizer_of(
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for the trained weights; an existing optimizer is rebound to these weights.
+    """Return the optimizer for the trained weights.
+
+    An existing optimizer is rebound to these weights.
 
     Args:
         given: the optimizer, or a function that creates it.
@@ -365,7 +370,7 @@ def _distribute(
 def _main_weights(
     weights: dict[str, nn.Parameter], switches: Switches, device: torch.device
 ) -> tuple[MainWeights | None, str]:
-    """Return the main weights and a log line, or None if the optimizer updates the parameters themselves."""
+    """Return the main weights and a log line, or None if the optimizer updates the parameters directly."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if switches.sharding in FULLY and ranks > 1:  # fully_shard has seen to it
         return None, ""
@@ -380,7 +385,7 @@ def _main_weights(
 
 
 def decayed_and_not(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with weight decay, and vectors (biases, norms) without it."""
+    """Return two parameter groups: matrices with weight decay, and vectors (biases, norms) without decay."""
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [

@@ -29,7 +29,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return a model's configuration, which is the same for all of its heads.
+    """Return the configuration of a model, which all of its heads share.
 
     Args:
         name: a folder, or a name on the hub.
@@ -51,7 +51,7 @@ def has_head(config: Any, head: str) -> bool:
 
 
 def sees_all(config: Any) -> bool:
-    """Return True if tokens attend to later tokens, which is the case in encoders."""
+    """Return True if tokens attend to later tokens, as in encoders."""
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return has_head(config, "AutoModelForMaskedLM") and not decodes
 
@@ -116,14 +116,16 @@ def _require_as_downloaded(name: str) -> None:
 
 
 def _looked_at(name: str, model: T) -> T:
-    """Return the model; on rank 0, warn about weights with values that do not occur in trained models."""
+    """Return the model after warning on rank 0 about values that do not occur in trained models."""
     if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
         stranger_weights.tell_of_implausible(name, model.named_parameters())
     return model
 
 
 def tokenizer(name: str, config: Any, **options: Any) -> Any:
-    """Return a model's tokenizer; if the tokenizer has no padding token, its end token is used for padding.
+    """Return a model's tokenizer.
+
+    If it has no padding token, its end token is used for padding.
 
     Raises:
         UsageError: the tokenizer does not exist, has no tokens, or has more tokens than the model.
@@ -149,7 +151,9 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
 
 
 def model(name: str, head: str, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with its weights in fp32; a head without stored weights is initialized.
+    """Return a model of an Auto class with fp32 weights.
+
+    A head without stored weights is initialized.
 
     Raises:
         UsageError: there are no weights.
@@ -168,7 +172,7 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
-    """Return the maximum number of input tokens: the requested number, or the model's limit.
+    """Return the maximum number of input tokens: the requested number or the model's limit.
 
     Args:
         name: name of the model.
@@ -198,7 +202,7 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
 
 
 def _refuse_endless(name: str, config: Any) -> None:
-    """Reject a number of layers that is so large that building the model would exhaust memory."""
+    """Reject a number of layers so large that building the model would exhaust memory."""
     for key in _LAYERS:
         count = getattr(config, key, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
@@ -230,7 +234,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 
 
 def _reason_of(name: str, error: Exception) -> str:
-    """Return the reason why a model could not be loaded, as a single line."""
+    """Return the reason why a model could not be loaded, on one line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
         return "it is neither a folder nor in the local hub cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
@@ -247,7 +251,7 @@ def _was_not_asked(error: BaseException) -> bool:
 
 
 def _require_own_shards(name: str, index: Path) -> None:
-    """Check that the weight files named by an index are in the same folder as the index.
+    """Check that the weight files named by an index are in the same folder as the index file.
 
     Raises:
         UsageError: a weight file is in another folder, or the given file is not an index.

@@ -1,4 +1,4 @@
-"""Data-parallel sharding with torch's DDP and FSDP2 (``fully_shard``)."""
+"""Apply data-parallel sharding with torch's DDP and FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_npu.options.switches import Switches
 
 
 class DataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DDP with access to the attributes of the wrapped model, such as ``config`` and ``generate``."""
+    """DDP that forwards attributes of the wrapped model, such as ``config`` and ``generate``."""
 
     __init__ = gloo.outlive_reducer(nn.parallel.DistributedDataParallel.__init__)
 
@@ -40,7 +40,7 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Wrap a model in DDP so that a batch may leave parts of the model unused."""
+    """Wrap a model in DDP that permits batches to leave parts of the model unused."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
@@ -54,7 +54,9 @@ def mesh_of(device: torch.device) -> DeviceMesh:
 
 
 def shard_fully(model: nn.Module, switches: Switches, device: torch.device) -> str:
-    """Shard parameters, gradients and optimizer states in place, block by block, and return a log line.
+    """Shard parameters, gradients and optimizer states in place, block by block.
+
+    Return a log line.
 
     Each repeated block is gathered before its forward pass. ``zero-3`` and ``fsdp`` free the block afterwards
     and gather it again for its backward pass; ``zero-2`` keeps it gathered in between. Everything outside the
@@ -105,7 +107,7 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of unsharded tensors to all ranks, like the constructor of DDP.
+    """Copy rank 0's values of unsharded tensors to all ranks, as the constructor of DDP does.
 
     Without this call, ``fully_shard`` would keep each rank's own values.
     """
@@ -119,7 +121,7 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce the gradients of a micro-batch only if this is required.
+    """Reduce the gradients of a micro-batch only when this is necessary.
 
     DDP reduces gradients only in the last micro-batch of a step. ``fully_shard`` reduces them in each
     micro-batch, because no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered

@@ -1,4 +1,4 @@
-"""``RapidformerEngine``, which sets up the process group and the device and accelerates a model."""
+"""Define ``RapidformerEngine``, which sets up the process group and the device and accelerates models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class RapidformerEngine:
-    """Sets up the processes, and prepares models, data and results.
+    """Set up the processes, and prepare models, data and results.
 
     Args:
         args: the flags (``arguments.parse``). If None, the flags of the run are used.
@@ -77,7 +77,7 @@ class RapidformerEngine:
 
     @property
     def place(self) -> ranks.Ranks:
-        """The position of this process among the processes over which the data is distributed."""
+        """The rank of this process among the processes that share the data."""
         return ranks.Ranks(self.args.rank, self.args.local_rank, self.args.world_size)
 
     def compose(
@@ -120,7 +120,7 @@ class RapidformerEngine:
         lr_scheduler: Any = None,
         plan: RunPlan | None = None,
     ) -> Prepared:
-        """Prepare a model for the switches; used by loops that need the complete result.
+        """Prepare a model according to the switches, for loops that need the complete result.
 
         Args:
             model: the model.
@@ -184,7 +184,7 @@ class RapidformerEngine:
         shuffle: bool = False,
         repeats: bool = False,
     ) -> Loader:
-        """Return this rank's batches of ``--micro-batch-size`` samples, on its device.
+        """Return this rank's batches of ``--micro-batch-size`` samples on the rank's device.
 
         Args:
             dataset: a dataset with a length.
@@ -205,7 +205,9 @@ class RapidformerEngine:
         return loader
 
     def loader(self, dataset: Any, collate_fn: Collate | None, **sampling: Any) -> Loader:
-        """Return a ``Loader`` for this rank; with ``--dynamic-shape``, its batches have only a few lengths.
+        """Return a ``Loader`` for this rank.
+
+        With ``--dynamic-shape``, its batches have only a few different lengths.
 
         ``sampling`` is described in ``Sampling``.
         """
@@ -259,13 +261,15 @@ def made() -> int:
 
 
 def used() -> int:
-    """Return the number of engines that have been given data, a model, or a template that trains."""
+    """Return the number of engines that have received data, a model, or a template that trains."""
     run = state.run()
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
 def join(args: Namespace) -> None:
-    """Create the process group and start the watchdog; a single process does not require an address.
+    """Create the process group and start the watchdog.
+
+    A single process does not require an address.
 
     Raises:
         UsageError: other processes are missing, torchrun restarted the run with a stale store, the limit of
@@ -308,7 +312,7 @@ def leave() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, and the generators of the host and the device, identically on all ranks."""
+    """Seed Python, numpy, and the host and device generators identically on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     device = devices.current()

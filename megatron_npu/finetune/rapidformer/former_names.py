@@ -1,4 +1,4 @@
-"""Names that scripts from 2022 import, and that datasets or transformers have since removed.
+"""Provide names that scripts from 2022 import but that datasets or transformers have removed since.
 
 A name is added only if a script uses it and the installed version lacks it.
 """
@@ -18,7 +18,7 @@ from megatron_npu.finetune.rapidformer.script_metrics import load_metric
 
 
 class AdamW(torch.optim.Optimizer):
-    """The AdamW optimizer that Transformers provided before version 5, with identical steps.
+    """AdamW optimizer of Transformers before version 5, with identical steps.
 
     Args:
         params: parameters or groups.
@@ -85,7 +85,9 @@ def rename_column_(self: Any, original_column_name: str, new_column_name: str) -
 
 
 def supply(text: str) -> list[str]:
-    """Add the names that a script uses to the modules that lack them, and return the added names.
+    """Add missing names that a script uses to their modules.
+
+    Return the added names.
 
     Args:
         text: the script's source.

@@ -42,7 +42,7 @@ def gather(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _shapes(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the shapes of the tensors on all ranks, [world_size, dimensions]."""
+    """Return the shapes of the tensors on all ranks, ``[world_size, dimensions]``."""
     own = torch.tensor(tensor.shape, device=tensor.device)
     parts = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(parts, own)

@@ -1,4 +1,4 @@
-"""Support for Megatron models in ``PreTrainer``, with tensor and pipeline parallelism.
+"""Support Megatron models in ``PreTrainer``, with tensor and pipeline parallelism.
 
 If a template's model is from megatron-core, the built-in trainer (``pretrain``) trains it with its process
 groups, schedules, optimizer, checkpoints and log; the template provides data, model and loss.
@@ -66,7 +66,7 @@ def _names_megatron(template: PreTrainer) -> bool:
 
 @contextlib.contextmanager
 def session(template: PreTrainer) -> Iterator[None]:
-    """Create megatron-core's process groups inside the block if a megatron-core model may be used.
+    """Create megatron-core's process groups within the block if the template may use a megatron-core model.
 
     A megatron-core model may be used if the flags select model parallelism or the template's file names such
     a model.
@@ -96,7 +96,7 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace, **others: object) -> Namespace:
-    """Convert the flags of ``train`` to the built-in trainer's flags, which have the same names.
+    """Convert the flags of ``train`` to flags of the built-in trainer, which have the same names.
 
     Args:
         args: the flags of ``train``, including its ranks.
@@ -112,7 +112,10 @@ def driver_flags(args: Namespace, **others: object) -> Namespace:
 
 
 def _check_tokenizer(args: Namespace) -> None:
-    """Check the tokenizer; the data itself comes from the template."""
+    """Check the tokenizer.
+
+    The template provides the data itself.
+    """
     data_checks.tokenizer(args)
     derive.data(args, there=True)
 
@@ -165,7 +168,7 @@ def train(
 
 
 def _complete(args: Namespace, config: TransformerConfig) -> None:
-    """Set precision, recomputation and pipeline options from the flags in a template's configuration."""
+    """Set precision, recomputation and pipeline options in a template's configuration from the flags."""
     ours = gpt.transformer_config(args)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
         own, asked = getattr(config, name), getattr(ours, name)
@@ -179,7 +182,7 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
 
 
 class _Journal(training_log.Log):
-    """The built-in trainer's log, extended to collect losses and gradient norms."""
+    """Log of the built-in trainer that also collects losses and gradient norms."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -194,10 +197,10 @@ class _Journal(training_log.Log):
 
 
 def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:
-    """Return the built-in trainer, set up to use the data and the loss of a template."""
+    """Return the built-in trainer with the data and the loss of a template."""
 
     class TemplateTrainer(training_loop.Trainer):
-        """Trains a template's model with the template's data and loss."""
+        """Built-in trainer that uses a template's data and loss."""
 
         goes_on = ""  # ``train`` has no flag for it
 
@@ -206,7 +209,10 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
             return self.batches(self.datasets.train, self.position.train_samples)
 
         def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
-            """Return micro-batches on every rank, because a template requests them on each stage."""
+            """Return micro-batches on every rank.
+
+            A template requests them on each pipeline stage.
+            """
             if dataset is None:
                 return None
             order = RoundAndRound(len(dataset))  # type: ignore[arg-type]  # torch leaves __len__ to each
@@ -220,7 +226,7 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
 
 
 class _StageEnds(BaseException):
-    """Raised by ``model(...)`` on all stages but the last to leave ``run_forward_step``.
+    """Raised by ``model(...)`` on all stages but the last, to leave ``run_forward_step``.
 
     This is a BaseException so that a user's ``except Exception`` does not catch it.
     """
@@ -231,7 +237,7 @@ class _StageEnds(BaseException):
 
 
 class _Stage:
-    """A pipeline stage of the model, with the call interface that ``run_forward_step`` uses.
+    """Pipeline stage with the call interface that ``run_forward_step`` uses.
 
     Args:
         chunk: the stage in its wrappers, whose other attributes are accessible too.
@@ -252,7 +258,7 @@ class _Stage:
 
 
 def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-    """Return a micro-batch's output and the function that computes its loss, as megatron-core requires."""
+    """Return a micro-batch's output and its loss function, as megatron-core requires."""
     last = gpt.at_ends()[1]
     counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
     batches = batches if counts is None else counts
@@ -296,7 +302,8 @@ class _Counts:
         return batch
 
     def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss summed over the labels, the label count (int32), and both for the log, [2] fp32.
+        """Return the loss summed over the labels, the label count (int32), and both for the log, ``[2]``
+        fp32.
 
         megatron-core divides the gradients by the label count of all micro-batches and ranks.
         """
@@ -306,7 +313,7 @@ class _Counts:
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, which megatron-core averages over micro-batches and ranks, and ``[loss, 1]``."""
+    """Return the loss and ``[loss, 1]`` for averaging over micro-batches and ranks in megatron-core."""
     log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 

@@ -1,4 +1,4 @@
-"""Functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
+"""Provide functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def megatron_config() -> TransformerConfig:
-    """Return the megatron-core configuration that the flags define, for a custom model.
+    """Return a megatron-core configuration from the flags, for a custom model.
 
     Raises:
         UsageError: the function is called outside ``train()`` of a template whose flags specify the sizes for
@@ -56,7 +56,7 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the attention mask, loss mask and positions for a left-to-right batch.
+    """Return the attention mask, the loss mask and the positions of a left-to-right batch.
 
     The name and arguments match those in Megatron-LM.
 

@@ -1,4 +1,4 @@
-"""Supply the names that the document's scripts use without importing them."""
+"""Provide names that the document's scripts use without importing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _TRANSFORMERS = ("AutoTokenizer", "AutoModelForPreTraining", "AutoModelForSequen
 
 
 def unbound(text: str, name: str) -> set[str]:
-    """Return the names that a script reads but does not define, or no names if it has ``import *``.
+    """Return the names that a script reads but does not define.
+
+    The set is empty if the script has ``import *``.
 
     Args:
         text: source of the script; it must compile.
@@ -45,7 +47,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return definitions of those names that a script lacks and that the document's scripts use."""
+    """Return definitions for the names that a script lacks and that the document's scripts use."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

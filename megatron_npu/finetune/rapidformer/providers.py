@@ -1,4 +1,4 @@
-"""Check the return values of a template's methods.
+"""Check the values that a template's methods return.
 
 These methods are written by users, so errors name the class, the method and the expected value.
 """
@@ -18,7 +18,10 @@ from megatron_npu.finetune.data.loading import Collate, require_length
 
 
 class Datasets(NamedTuple):
-    """The result of ``train_valid_test_datasets_provider``; every split except the first may be None."""
+    """Result of ``train_valid_test_datasets_provider``.
+
+    Every split except the first may be None.
+    """
 
     train: Any
     valid: Any
@@ -58,7 +61,9 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
 
 
 def model(template: Any) -> tuple[nn.Module, Any, Any]:
-    """Call ``model_optimizer_lr_scheduler_provider``, which may return None as its last two values.
+    """Call ``model_optimizer_lr_scheduler_provider``.
+
+    Its last two results may be None.
 
     Raises:
         UsageError: the method returns other values.
@@ -78,7 +83,7 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor:
-    """Return the result of ``run_forward_step`` after checking that it is a loss.
+    """Return the result of ``run_forward_step`` after checking that it is a valid loss.
 
     Raises:
         UsageError: the result is not a loss.
@@ -162,7 +167,7 @@ def as_module(given: Any) -> nn.Module:
 
 
 def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Return a function that creates the user's scheduler, or None if there is no scheduler.
+    """Return a function that creates the user's scheduler, or None without a scheduler.
 
     Raises:
         UsageError: the user passed a scheduler that was created for another optimizer.
@@ -192,7 +197,7 @@ def missing(template: Any, name: str, returns: str) -> UsageError:
 
 
 def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
-    """Check before the first call that a template's methods accept the arguments that they will receive."""
+    """Check before the first call that a template's methods accept their arguments."""
     calls: dict[str, tuple[Any, ...]] = {
         "train_valid_test_datasets_provider": given,
         "model_optimizer_lr_scheduler_provider": (),
@@ -214,7 +219,7 @@ def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
 
 
 def _require_one_argument(method: Any, collate: Any) -> None:
-    """Check that a collate function can be called with a list of samples as its only argument."""
+    """Check that a collate function accepts a list of samples as its only argument."""
     try:
         inspect.signature(collate).bind([])
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Support for scripts that still use ``load_metric``, which ``datasets`` removed in version 3."""
+"""Support scripts that use ``load_metric``, which ``datasets`` removed in version 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.finetune.run import metrics
 
 
 class Metric:
-    """Collects predictions and references, and computes metrics from them at the end.
+    """Collects predictions and references, and computes metrics from all of them.
 
     Args:
         glue: GLUE task whose metrics are computed. If None, accuracy, F1 and Matthews' correlation are
@@ -25,12 +25,12 @@ class Metric:
         self._references: list[np.ndarray] = []
 
     def add_batch(self, *, predictions: Any, references: Any) -> None:
-        """Add a batch of tensors, arrays or lists [b]."""
+        """Add a batch of predictions and references (tensors, arrays or lists ``[b]``)."""
         self._predictions.append(_array(predictions))
         self._references.append(_array(references))
 
     def compute(self) -> dict[str, float]:
-        """Return a mapping from names to metrics, computed over all batches added since the last call.
+        """Compute metrics over all batches since the last call, keyed by name.
 
         Raises:
             UsageError: no batches were added.
@@ -49,7 +49,7 @@ class Metric:
 
 
 def load_metric(path: str | None = None, name: str | None = None) -> Metric:
-    """Return the metrics of a dataset, as ``datasets.load_metric`` did.
+    """Return the metrics for a dataset, as ``datasets.load_metric`` did.
 
     Args:
         path: path of the dataset; accepted for compatibility.

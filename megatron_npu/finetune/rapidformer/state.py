@@ -1,4 +1,4 @@
-"""The flags, logger and timers that a user's script can access."""
+"""Provide the flags, the logger and the timers that a user's script can access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags as scripts for PAI-Rapidformer see them; values that a script sets also apply to the run.
+    """Flags as scripts for PAI-Rapidformer see them.
+
+    Values that a script sets also apply to the run.
 
     ``load`` is the value that scripts pass to ``from_pretrained``: the model's name if one is given, and
     otherwise the folder of ``--load``. ``load_from`` is always that folder.
@@ -64,7 +66,7 @@ class Run:
 
 
 class _Process:
-    """The state of this process: the current run, which all threads share, and the timers."""
+    """State of this process: the current run, which all threads share, and the timers."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -75,7 +77,10 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Start a run with these flags unless there is one already; if the flags are None, end the run."""
+    """Start a run with these flags, unless one has been started.
+
+    None ends the run.
+    """
     run = _process.run
     if args is None:
         _process.run = None
@@ -103,7 +108,7 @@ def current() -> Run:
 
 
 def get_args() -> ScriptArgs:
-    """Return the flags of the run as seen by scripts.
+    """Return the flags of the current run in the form for scripts.
 
     Raises:
         UsageError: no run was started.
@@ -115,7 +120,9 @@ def get_args() -> ScriptArgs:
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger that writes to stderr; ranks other than 0 log only warnings.
+    """Return a logger that writes to stderr.
+
+    Ranks other than 0 log only warnings.
 
     Rank 0 logs messages of ``--log-level`` and above.
 

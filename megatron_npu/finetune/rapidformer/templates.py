@@ -1,4 +1,4 @@
-"""Base classes ``Finetuner`` and ``PreTrainer``, for users' templates and for the tasks of this project."""
+"""Define the base classes ``Finetuner`` and ``PreTrainer`` for users' templates and this project's tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_npu.finetune.run.run_plan import RunPlan
 
 
 class Template:
-    """Code shared by both templates.
+    """Base class of both templates.
 
     Args:
         engine: the engine of this process.
@@ -31,7 +31,7 @@ class Template:
         self.engine = engine
 
     def train_valid_test_datasets_provider(self, *args: Any) -> Any:
-        """Return the data; see ``Finetuner`` and ``PreTrainer``."""
+        """Return the datasets; see ``Finetuner`` and ``PreTrainer``."""
         raise providers.missing(self, "train_valid_test_datasets_provider", "data sets")
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
@@ -48,7 +48,7 @@ class Template:
     def run_forward_step(
         self, batch_or_iterator: Any, model: nn.Module
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the loss of a micro-batch as a scalar tensor, averaged over the micro-batch's labels.
+        """Return the scalar loss of a micro-batch, averaged over the micro-batch's labels.
 
         Args:
             batch_or_iterator: a batch on the device (``Finetuner``), or an iterator of batches
@@ -58,7 +58,9 @@ class Template:
         raise providers.missing(self, "run_forward_step", "the loss")
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return the number of labels that a batch's loss is averaged over, which is the weight of the loss.
+        """Return the number of labels over which a batch's loss is averaged.
+
+        This is the weight of the loss.
 
         By default, this is the number of integer ``labels`` other than -100 (for causal Transformers models,
         without the first label of each text), or the number of samples if there are no labels. For a model
@@ -75,7 +77,10 @@ class Template:
         return words, len(batch[pair_losses.LABEL])
 
     def _require_engine(self) -> None:
-        """Check that the template has an engine, which an overridden ``__init__`` may not have passed on."""
+        """Check that the template has an engine.
+
+        An overridden ``__init__`` may not have passed it on.
+        """
         engine = getattr(self, "engine", None)
         if not hasattr(engine, "args"):
             raise UsageError(
@@ -87,7 +92,7 @@ class Template:
         self.engine.used = True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, concatenated; see ``RapidformerEngine.gather``."""
+        """Return the concatenated tensors of all ranks; see ``RapidformerEngine.gather``."""
         return self.engine.gather(tensor)
 
     def build_data_loader(
@@ -110,7 +115,10 @@ class Template:
         return loader
 
     def _require_known_tokens(self, data: providers.Datasets) -> None:
-        """Check the tokens of datasets that have columns; other datasets are checked one batch at a time."""
+        """Check the tokens of datasets that have columns.
+
+        Other datasets are checked batch by batch.
+        """
         for what, dataset in (("training", data.train), ("validation", data.valid), ("test", data.test)):
             vocabulary.require_known_column(dataset, self.engine.vocabulary, f"the {what} data")
 
@@ -125,7 +133,7 @@ class Finetuner(Template):
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return the metrics for the validation or test data as a mapping from names to values, or None.
+        """Return the metrics for the validation or test data as a dict, or None.
 
         All ranks call this method, and ``self.gather`` concatenates their results.
 
@@ -175,12 +183,12 @@ class Finetuner(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def finetune(self) -> Outcome:
-        """Alias of ``train`` with the document's name."""
+        """Call ``train`` under the document's name."""
         return self.train()
 
 
 class PreTrainer(Template):
-    """Pre-trains a model for a number of iterations, and computes a validation loss at intervals.
+    """Pre-train a model for a number of iterations, with a validation loss at intervals.
 
     A subclass implements three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``,
     which returns three datasets, or four values with a ``collate_fn``;
@@ -228,11 +236,11 @@ class PreTrainer(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def pretrain(self) -> Outcome:
-        """Alias of ``train`` with the document's name."""
+        """Call ``train`` under the document's name."""
         return self.train()
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
-        """Return the number of labels that a batch's loss is averaged over.
+        """Return the number of labels over which a batch's loss is averaged.
 
         See ``Template.label_counts``. For Megatron's windows (``text``, [b, s + 1]) with --eod-mask-loss,
         these are the tokens other than end-of-document tokens, as in the loss mask of
@@ -246,7 +254,7 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return True if a Megatron model's batches of equal size may have different numbers of labels."""
+        """Return True if Megatron batches of equal size may have different numbers of labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 

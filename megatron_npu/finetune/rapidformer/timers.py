@@ -1,4 +1,4 @@
-"""Timers with Megatron's interface: ``timers("forward").start()``, ``.stop()``, ``.elapsed()``."""
+"""Provide timers with Megatron's interface: ``timers("forward").start()``, ``.stop()``, ``.elapsed()``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu import devices
 
 
 class Timer:
-    """A timer that accumulates the time between ``start`` and ``stop``, including work on the device.
+    """Timer that accumulates the time between ``start`` and ``stop``, including work on the device.
 
     Args:
         name: the name of the timer in the log.
@@ -21,7 +21,10 @@ class Timer:
         self._since: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Start the timer; with ``barrier``, wait until all ranks have arrived."""
+        """Start the timer.
+
+        With ``barrier``, wait until all ranks have arrived.
+        """
         if self._since is not None:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         _wait(barrier)
@@ -40,7 +43,9 @@ class Timer:
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the accumulated time in seconds; a running timer continues to run.
+        """Return the accumulated time in seconds.
+
+        A running timer continues to run.
 
         Args:
             reset: whether to reset the time.
@@ -64,7 +69,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer with this name, creating the timer if needed.
+        """Return the timer with this name, and create it if necessary.
 
         Args:
             name: name of the timer.

@@ -1,4 +1,4 @@
-"""Support for ``--user-script FILE``, which runs a file in the same way as ``python FILE``.
+"""Implement ``--user-script FILE``, which runs a file in the same way as ``python FILE``.
 
 The script gets names that the document's scripts use without importing them, and names that newer packages
 have removed. ``from megatron import mpu`` imports a stub if Megatron no longer has the module.
@@ -26,7 +26,7 @@ _PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
 def run(script: str) -> None:
-    """Run the file to its end.
+    """Run the user's script to its end.
 
     Raises:
         UsageError: the script raised an exception, or trained nothing.
@@ -72,13 +72,16 @@ def _require_python(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Make ``from megatron import mpu`` import a stub if Megatron no longer has this module."""
+    """Make ``from megatron import mpu`` import a stub if Megatron no longer has the module."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 
 
 def _supplied(path: Path) -> dict[str, Any]:
-    """Supply and log the names that a script lacks; return the names to define before the script starts."""
+    """Provide and log the names that a script lacks.
+
+    Return the names to define before the script starts.
+    """
     from megatron_npu.finetune.rapidformer import former_names, missing_imports
 
     text = path.read_bytes()
@@ -101,7 +104,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if the user's own code raised the error, or the error itself otherwise."""
+    """Return a one-line error if the user's own code raised the error, or the error itself if not."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
@@ -114,7 +117,7 @@ def _told(path: Path, error: BaseException) -> BaseException:
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
-    """Return a description of an embedding lookup that is out of range, or None for other errors.
+    """Describe an embedding lookup that is out of range, or return None for other errors.
 
     torch reports only that an index is out of range, both for a token and for a position beyond the maximum.
     """
@@ -129,7 +132,7 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """Return the last stack frame in the user's files, or None if a frame of this project follows."""
+    """Return the last stack frame in the user's files, or None if frames of this project follow it."""
     found = None
     for frame in traceback.extract_tb(trace):
         file = Path(frame.filename).resolve()

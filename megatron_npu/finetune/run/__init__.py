@@ -1,1 +1,1 @@
-"""The parts of a ``megatron-npu train`` run: command, ranks, loop, checkpoints and export."""
+"""Execute a ``megatron-npu train`` run: command, ranks, loop, checkpoints and export."""

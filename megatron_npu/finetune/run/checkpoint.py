@@ -1,4 +1,5 @@
-"""Checkpoints with ``torch.distributed.checkpoint``, with bitwise identical resume, also within an epoch.
+"""Save and load checkpoints with ``torch.distributed.checkpoint``, with bitwise identical resume within an
+epoch.
 
 Each checkpoint is written to a hidden folder, which is renamed once every rank is done; then the tracker file
 is updated, as in Megatron. Weights are stored under their names in the user's module, so that a run can
@@ -101,7 +102,9 @@ def require_there(args: Namespace) -> None:
 
 @watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
-    """Load the newest checkpoint of ``--load`` (with --load-last-good, the newest undamaged one).
+    """Load the newest checkpoint of ``--load``.
+
+    With --load-last-good, load the newest undamaged checkpoint.
 
     All ranks must call this function.
 
@@ -170,7 +173,9 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
-    """Compare the weight names and shapes with the checkpoint, because torch reports only missing weights.
+    """Compare the weight names and shapes with the checkpoint.
+
+    torch itself reports only missing weights.
 
     Raises:
         UsageError: a weight differs; the error names the first one.
@@ -196,7 +201,7 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Inside the block, prevent code in a checkpoint from being executed when the checkpoint is read.
+    """Prevent code in a checkpoint from being executed while the block reads the checkpoint.
 
     Raises:
         UsageError: the checkpoint is damaged, or contains an object that must not be created.
@@ -256,7 +261,7 @@ _LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: it
 
 
 def _bytes(value: Any) -> torch.Tensor:
-    """Return a value as JSON bytes in a tensor, uint8 [_LENGTH]."""
+    """Encode a value as JSON bytes in a tensor, uint8 ``[_LENGTH]``."""
     text = json.dumps(value).encode().ljust(_LENGTH)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

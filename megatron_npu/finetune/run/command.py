@@ -1,4 +1,4 @@
-"""``megatron-npu train``: parse the flags, start the ranks, and run the task or script on each rank."""
+"""Implement ``megatron-npu train``: parse the flags, start the ranks, and run the task or script."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def train(args: Namespace) -> None:
 
 
 def _supported(args: Namespace, *, tells: bool = False) -> Namespace:
-    """Return the flags, in which a switch that has an equivalent on this device is replaced with it.
+    """Return the flags with each switch replaced by its equivalent on this device, if it has one.
 
     Args:
         args: the flags.

@@ -1,4 +1,4 @@
-"""The balancing loss of Transformers' mixture-of-experts models, over the tokens of a global batch.
+"""Compute the balancing loss of Transformers' MoE models over the tokens of a global batch.
 
 With E experts, the loss is E * sum of f_e * P_e, where f_e is the fraction of choices of expert e and P_e is
 its mean probability, over the tokens of a batch. Because this is a product of two means, it is not the mean
@@ -24,7 +24,7 @@ _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Sums(NamedTuple):
-    """The components of the loss, summed over the tokens of all layers.
+    """Components of the balancing loss, summed over the tokens of all layers.
 
     Attributes:
         chosen: the number of times each expert was chosen, [E].
@@ -38,7 +38,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None) -> Sums:
-    """Return the sums over the tokens of a batch.
+    """Return the components of the balancing loss, summed over the tokens of a batch.
 
     Args:
         layers: router logits of each layer, [b * s, E].
@@ -59,7 +59,7 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
 
 class ExpertBalance:
-    """Replaces the balancing loss of a mixture-of-experts model during training.
+    """Replace the balancing loss of a mixture-of-experts model during training.
 
     Args:
         names: names in the module of the model.
@@ -74,7 +74,10 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Make the model call this object to compute its balancing loss, which is 0 outside a step."""
+        """Make the model call this object for its balancing loss.
+
+        The loss is 0 outside a step.
+        """
         own = self._names[_NAME]
         self._names[_NAME] = self._loss
         try:
@@ -84,7 +87,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the chosen experts in all micro-batches of a global batch."""
+        """Count the selected experts in all micro-batches of a global batch."""
         self._counted = torch.zeros(1)
         try:
             yield
@@ -94,7 +97,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def step(self, divisor: Callable[[], float]) -> Iterator[None]:
-        """Provide the loss of a global batch.
+        """Provide the balancing loss of a global batch within the block.
 
         Without a preceding ``counting``, the global batch has one micro-batch per rank.
 
@@ -114,7 +117,10 @@ class ExpertBalance:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Return the micro-batch's share of the loss times the divisor used later; 0 outside a step."""
+        """Return the micro-batch's share of the loss, multiplied by the later divisor.
+
+        Outside a step, return 0.
+        """
         if not isinstance(gate_logits, tuple):
             return 0  # as Transformers' own
         nothing = gate_logits[0].new_zeros((), dtype=torch.float32)
@@ -151,7 +157,7 @@ def asked_for(model: nn.Module) -> bool:
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return the replacement for a model's balancing loss, or None if it has no loss that is supported."""
+    """Return the replacement for a model's balancing loss, or None without a supported balancing loss."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

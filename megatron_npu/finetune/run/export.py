@@ -25,7 +25,7 @@ FOLDER = "model"  # in --save
 
 @watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
-    """Write ``--save``/model, replacing an existing folder, and return it. All ranks must call this function.
+    """Write the model to ``--save``/model and return the folder. All ranks must call this function.
 
     Args:
         args: the flags.
@@ -63,7 +63,10 @@ def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
 
 
 def _first_of_each(weights: dict[str, Any]) -> list[str]:
-    """Return the names of the weights; of several weights that share memory, only the first is named."""
+    """Return the names of the weights.
+
+    Of weights that share memory, only the first is named.
+    """
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in weights.items():
         key = (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), ())

@@ -1,4 +1,4 @@
-"""The weight of a micro-batch's loss: its share of the labels of the global batch.
+"""Weight the loss of each micro-batch by its share of the labels in the global batch.
 
 A loss is the mean over the labels of a micro-batch, and micro-batches have different numbers of labels
 (targets, masked tokens, words). So that the loss of a global batch is the mean over all its labels, for any
@@ -39,7 +39,9 @@ class Held(NamedTuple):
 
 
 def labels_in(batch: Any, *, shifted: bool = False) -> int:
-    """Return the number of labels that a batch's loss is averaged over; without ``labels``, one per sample.
+    """Return the number of labels over which a batch's loss is averaged.
+
+    Without ``labels``, it is one per sample.
 
     Args:
         batch: a mapping whose integer ``labels``, [b] or [b, s], are ``IGNORED`` where there is none; or
@@ -54,7 +56,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return True if a model compares labels with previous outputs, as causal Transformers models do."""
+    """Return True if a model compares labels with previous outputs, like causal Transformers models."""
     auto = sys.modules.get("transformers.models.auto.modeling_auto")
     if auto is None:
         return False
@@ -70,7 +72,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch: the size of its first tensor, or 1 without tensors."""
+    """Return the number of samples in a batch, which is the size of its first tensor or 1."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     if isinstance(batch, Mapping):
@@ -80,7 +82,7 @@ def _samples_in(batch: Any) -> int:
 
 
 class MicroBatches:
-    """The micro-batches of a rank on its device, and the weight of each loss.
+    """Micro-batches of a rank on its device, with the weight of each loss.
 
     Args:
         held: iterator of batches.
@@ -122,7 +124,7 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """The number of losses of the last batches, or None for a single loss that is not in a tuple."""
+        """The number of losses of the last batches, or None for a single loss outside a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:
@@ -131,7 +133,7 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Make the batches that are read inside this block available again after the block."""
+        """Make the batches that are read within the block available again afterwards."""
         self._rehearsed = []
         try:
             yield
@@ -140,12 +142,14 @@ class MicroBatches:
             self._rehearsed, self._taken = None, []
 
     def read_ahead(self) -> None:
-        """Load the micro-batches of this iteration now, so that no random numbers are used for them later."""
+        """Load the micro-batches of this iteration now, so that loading does not use random numbers later."""
         while len(self._ahead) < self._micro_batches * (self._each or 1):
             self._ahead.append(self._next())
 
     def divisors(self) -> list[float]:
-        """Return the divisor of each loss of the last micro-batch; inf for a loss without labels.
+        """Return the divisor of each loss of the last micro-batch.
+
+        It is inf for a loss without labels.
 
         The sum of the divided losses over micro-batches, averaged over the ranks, is the mean over all labels
         of the global batch. All ranks call this method after each forward pass. If all micro-batches have the
@@ -159,7 +163,7 @@ class MicroBatches:
         return found
 
     def coming_divisors(self) -> list[float]:
-        """Return the future result of ``divisors`` while the model is still processing the micro-batch."""
+        """Return the next result of ``divisors`` while the model still processes the micro-batch."""
         number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
             self._totals = self._all_labels(number, counts)
@@ -173,12 +177,12 @@ class MicroBatches:
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]
 
     def counted(self) -> Counts:
-        """Return the number of labels of the batches read since the last call, or 1 if none were read."""
+        """Return the number of labels of the batches read since the last call, or 1 without batches."""
         counts, self._taken = _sums(self._taken), []
         return counts
 
     def _all_labels(self, number: int, first: Counts) -> Counts:
-        """Count the labels in the whole global batch: in the first micro-batch and in all later ones.
+        """Count the labels of the whole global batch, from the first and all later micro-batches.
 
         Args:
             number: number of batches in the first micro-batch.

@@ -28,7 +28,7 @@ _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take befor
 
 
 def local_processes(args: Namespace) -> int:
-    """Return the number of ranks for this machine: the requested number, or one rank per device.
+    """Return the number of ranks on this machine: the requested number, or one per device.
 
     Raises:
         UsageError: more ranks are requested than there are devices, or more than fit into memory on a CPU.
@@ -113,7 +113,7 @@ def start(argv: Sequence[str], processes: int) -> int:
 
 
 def _meet() -> Any:
-    """Wait until all machines have connected to the store of the first machine, and return the store.
+    """Wait until all machines have connected to the first machine's store, and return the store.
 
     Without this wait, the agent would wait for up to ``_SECONDS`` without logging anything.
 
@@ -142,7 +142,7 @@ def _meet() -> Any:
 
 
 def _silence_agent() -> None:
-    """Silence the page of output that the elastic agent prints for each failed rank.
+    """Silence the elastic agent's output about each failed rank.
 
     The rank itself has already logged one line. The C++ warning that the ranks print about a model whose
     parameters have all been used is silenced too, because this is the normal case; set
@@ -162,7 +162,7 @@ def _no_logs() -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
     class NoLogs(DefaultLogsSpecs):
-        """Log settings that do not use files."""
+        """Log settings that use no files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             """Disable the threads that would otherwise poll /dev/null for lines ten times a second."""
@@ -175,12 +175,15 @@ def _no_logs() -> Any:
 
 
 def _alone() -> Any:
-    """Serve the store of a run on this machine at a free port; return None if MASTER_PORT names a port."""
+    """Serve the store of a run at a free port of this machine.
+
+    Return None if MASTER_PORT is set.
+    """
     return None if os.environ.get("MASTER_PORT") else first_contact.serve(0)
 
 
 def _meeting(store: Any) -> dict[str, Any]:
-    """Return the rendezvous settings from the environment, or for the free port of the store.
+    """Return the rendezvous settings from the environment or from the store's free port.
 
     torch's rendezvous ``c10d`` unpickles what it finds in the store, which every user of the machine can
     write to; ``static`` reads nothing.
@@ -197,7 +200,10 @@ def _meeting(store: Any) -> dict[str, Any]:
 
 
 def _exit_code(failed: object) -> int:
-    """Return the exit code of the first rank that failed; for a signal, 128 plus its number."""
+    """Return the exit code of the first failed rank.
+
+    For a signal, it is 128 plus the signal's number.
+    """
     first = min(failed.failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code = first.exitcode
     if code == -signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""The training loop of both templates: steps and evaluations, and when to log, evaluate, save and stop."""
+"""Run the training loop of both templates: steps, evaluations, logging, saving and stopping."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Evaluate = Callable[[], Evaluation]
 
 
 class Evaluations(NamedTuple):
-    """The evaluations during and after training.
+    """Evaluations during and after training.
 
     Attributes:
         valid: the evaluation of the validation data, or None if there is no such data.
@@ -107,7 +107,7 @@ class Loop:
         return self.outcome
 
     def _load(self) -> list[str]:
-        """Resume from the newest checkpoint of --load if there is one, and return log lines."""
+        """Resume from the newest checkpoint of --load, if there is one, and return log lines."""
         if self.args.load is None:
             return []
         self.iteration, said = checkpoint.load(self.args, self.prepared)
@@ -115,7 +115,7 @@ class Loop:
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
-        """Train for one iteration, and log, evaluate and save when each is due."""
+        """Train one iteration, then log, evaluate and save when each is due."""
         args = self.args
         self._step(batches)
         self.report.tick()
@@ -134,7 +134,7 @@ class Loop:
         self._tokens += tokens_in(batch)
 
     def _forward_and_backward(self, batches: MicroBatches) -> torch.Tensor:
-        """Accumulate the gradients of a global batch's loss, and return this rank's part of that loss."""
+        """Accumulate the gradients of a global batch, and return this rank's part of the loss."""
         prepared, count = self.prepared, self.plan.micro_batches
         total = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         batches.begin(count)
@@ -201,7 +201,7 @@ class Loop:
         return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
 
     def _overflowed(self, scale: float) -> None:
-        """Log a skipped update; end the run if the gradient overflows even at the smallest loss scale.
+        """Log a skipped update. End the run if the gradient overflows even at the smallest loss scale.
 
         Raises:
             DivergedError: the gradient overflowed with the smallest loss scale.
@@ -219,7 +219,7 @@ class Loop:
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
 
     def _require_gradients(self) -> None:
-        """Reject, at the first step, a loss that does not depend on the model's weights."""
+        """Reject a loss that does not depend on the model's weights, at the first step."""
         if next(self._gradients(), None) is None:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not depend on "
@@ -271,7 +271,7 @@ class Loop:
         self.report.test(self.iteration, found.loss, found.metrics)
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
-        """Evaluate with the training clock paused, and restore the random generators afterwards."""
+        """Evaluate the model with the training clock paused, and restore the random generators afterwards."""
         model = self.prepared.model
         with (
             watchdog.phase("evaluating"),
@@ -308,7 +308,9 @@ class Loop:
         return True
 
     def _finish(self) -> None:
-        """Log the remaining iterations; evaluate and export if training is complete; save if necessary."""
+        """Log the remaining iterations, evaluate and export a completely trained model, and save if
+        necessary.
+        """
         self._report()
         complete = self.iteration >= self.plan.iterations
         if complete:
@@ -345,7 +347,7 @@ def untouched_generators() -> Iterator[None]:
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the number of tokens in a batch, including padding, or 0 if the batch does not contain text."""
+    """Return the number of tokens in a batch, including padding, or 0 for a batch without text."""
     for name in ("input_ids", "text", "tokens"):
         tokens = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(tokens, torch.Tensor):
@@ -382,7 +384,7 @@ def losses_of(
 
 
 def mean_loss(template: Template, forward: Forward, held: Iterable[Held], count: int) -> float:
-    """Return the mean loss over the labels of a number of micro-batches per rank, over all ranks."""
+    """Return the mean loss over the labels of ``count`` micro-batches on each rank."""
     batches = micro_batches(template, held)
     sums: dict[int, torch.Tensor] = {}  # of each loss, over its labels, and how many these are
     for _ in range(count):

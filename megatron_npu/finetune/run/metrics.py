@@ -1,4 +1,4 @@
-"""Evaluation metrics for GLUE, entities, answers and text overlap, implemented in this module.
+"""Compute evaluation metrics for GLUE, entities, answers and text overlap.
 
 The metrics are short formulas, which are tested against scikit-learn, seqeval and others if those are
 installed. The hub's ``evaluate`` package is not used, because it downloads and executes a program for each
@@ -66,7 +66,7 @@ def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
 
 
 def f1(predictions: np.ndarray, references: np.ndarray, positive: int = 1) -> float:
-    """Return the harmonic mean of a class's precision and recall, or 0 if the class does not occur."""
+    """Return the F1 score of a class, or 0 if the class does not occur."""
     hits = ((predictions == positive) & (references == positive)).sum()
     return _harmonic(int(hits), int((predictions == positive).sum()), int((references == positive).sum()))
 
@@ -89,7 +89,7 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> flo
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return Pearson's correlation of two vectors [n]; nan if one is constant."""
+    """Return Pearson's correlation of two vectors ``[n]``, or nan if one of them is constant."""
     one = one.astype(np.float64) - one.mean(dtype=np.float64)
     other = other.astype(np.float64) - other.mean(dtype=np.float64)
     scale = math.sqrt(float(one @ one) * float(other @ other))
@@ -97,7 +97,10 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ranks(numbers: np.ndarray) -> np.ndarray:
-    """Return the rank of each value [n]; equal values get the mean of their ranks."""
+    """Return the rank of each value ``[n]``.
+
+    Equal values get the mean of their ranks.
+    """
     _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((last - counts + 1 + last) / 2)[inverse]
@@ -119,7 +122,7 @@ Entity = tuple[str, int, int]  # its type, its first and its last token
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
-    """Return the entities in a row of tags, following CoNLL's script and the default mode of seqeval.
+    """Return the entities in a row of tags, as CoNLL's script and seqeval's default mode define them.
 
     Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode, an ``I`` whose type
     differs from that of the previous tag starts a new entity.
@@ -154,12 +157,14 @@ def _begins(before: str, mark: str, kind_before: str, kind: str) -> bool:
 
 
 def are_entity_tags(names: Sequence[str]) -> bool:
-    """Return True if tags have the spelling of entity tags, unlike part-of-speech tags."""
+    """Return True if tags are written as entity tags, unlike part-of-speech tags."""
     return all(name == "O" or re.match(r"[BIES]-.", name) for name in names)
 
 
 def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the accuracy over tags, and precision, recall and F1 over entities if tags mark entities.
+    """Return the accuracy over tags.
+
+    For entity tags, also return precision, recall and F1 over entities.
 
     An entity is correct if its type, its first token and its last token are correct.
 
@@ -188,13 +193,13 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
 
 
 def normal_answer(text: str) -> str:
-    """Return a text in lower case, without punctuation, articles and extra spaces, for comparison."""
+    """Normalize a text for comparison: lower case, without punctuation, articles and extra spaces."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return exact match and word F1 in percent, each computed with the best-matching true answer.
+    """Return exact match and word F1 in percent, using the best-matching true answer.
 
     Args:
         predictions: one text per question; an empty text means no answer.
@@ -234,7 +239,7 @@ def overlap(predictions: Sequence[str], references: Sequence[str]) -> dict[str, 
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Return the F1 of the longest common subsequence of words of two texts."""
+    """Return the F1 score of the longest common subsequence of words of two texts."""
     one, other = (re.findall(r"[a-z0-9]+", text.lower()) for text in (prediction, reference))
     row = [0] * (len(other) + 1)  # lengths for the words of ``one`` so far, and so many of ``other``
     for word in one:
@@ -246,7 +251,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats, e to the loss; inf if it overflows."""
+    """Return the perplexity of a mean loss in nats, or inf if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

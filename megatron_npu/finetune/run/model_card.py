@@ -65,7 +65,7 @@ def _pipeline(task: type[Declaration] | None) -> str | None:
 
 
 def _use(head: str, pipeline: str | None) -> list[str]:
-    """Return the lines of Python that load the model from its folder."""
+    """Return Python code lines that load the model from its folder."""
     if pipeline is not None:
         return ["from transformers import pipeline", "", f'run = pipeline("{pipeline}", ".")']
     return [
@@ -77,12 +77,15 @@ def _use(head: str, pipeline: str | None) -> list[str]:
 
 
 def _kind(module: Any) -> str:
-    """Return the name of the model's class, without the subclass ``FSDP…`` that ``fully_shard`` creates."""
+    """Return the name of the model's class, ignoring the ``FSDP…`` subclass that ``fully_shard`` creates."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _origin(args: Namespace) -> str:
-    """Return a phrase that names the initial model; for a folder, only its name, not its path."""
+    """Return a phrase that names the initial model.
+
+    For a folder, it contains the name but not the path.
+    """
     name = args.pretrained_model_name_or_path
     if name is None:
         return ""
@@ -103,7 +106,10 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
 
 
 def _as_prepared(prepared: Prepared) -> Iterator[str]:
-    """Yield the lines about what was done to the model; fused operations are combined into one line."""
+    """Yield lines about the changes to the model.
+
+    Fused operations are combined into one line.
+    """
     fused = [line for line in prepared.ledger if line.startswith(FUSED_OPS)]
     operations = {line.rpartition(": ")[2].partition(",")[0] for line in fused if " stays: " not in line}
     if operations:

@@ -1,4 +1,4 @@
-"""The result of a training run, used for model cards and returned to the caller of a template."""
+"""Define the result of a training run, for model cards and for callers of a template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: the mean loss, and the metrics by name."""
+    """Result of an evaluation: the mean loss, and the metrics by name."""
 
     loss: float
     metrics: dict[str, float]

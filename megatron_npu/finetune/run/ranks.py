@@ -1,4 +1,4 @@
-"""The rank of this process, from a launcher's environment variables."""
+"""Read the rank of this process from a launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def launched() -> bool:
 
 
 def of_this_process() -> Ranks:
-    """Return this process's ranks; without a launcher, the ranks of a single process are returned."""
+    """Return the ranks of this process.
+
+    Without a launcher, they are those of a single process.
+    """
     if not launched():
         return Ranks()
     return Ranks(
@@ -39,7 +42,7 @@ def of_this_process() -> Ranks:
 
 
 def require_as_many(asked: int | None) -> None:
-    """Check that the number of ranks started here equals ``--nproc-per-node``, if this flag is given.
+    """Check that the number of ranks started here equals ``--nproc-per-node``, if given.
 
     Raises:
         UsageError: the numbers differ.
@@ -53,7 +56,7 @@ def require_as_many(asked: int | None) -> None:
 
 
 def from_environment(name: str, default: int, *, least: int = 0, most: int | None = None) -> int:
-    """Return the number in an environment variable set by a launcher or a user.
+    """Return a number from an environment variable that a launcher or a user has set.
 
     Raises:
         UsageError: the value is not a number, or out of range.

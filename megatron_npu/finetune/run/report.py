@@ -1,4 +1,4 @@
-"""Log output of a training run: log lines in Megatron's format, JSON lines and TensorBoard curves.
+"""Write the log of a training run: lines in Megatron's format, JSON lines and TensorBoard curves.
 
 The JSON lines are those of ``megatron-npu pretrain`` (``pretrain.report.history`` reads both), with samples
 per second in addition to tokens, and evaluation metrics in addition to the loss.
@@ -21,7 +21,7 @@ from megatron_npu.pretrain.report.sinks import Sinks
 
 @dataclass(frozen=True)
 class Steps:
-    """The iterations covered by one report.
+    """Iterations that one report covers.
 
     Attributes:
         losses: the loss of each iteration, averaged over all ranks.
@@ -41,7 +41,7 @@ class Steps:
 
 
 class Report(Sinks):
-    """The log of a run on rank 0, used as a context manager.
+    """Log of a run on rank 0, used as a context manager.
 
     Args:
         args: the flags.
@@ -130,7 +130,7 @@ class Report(Sinks):
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line for a log event, using Megatron's field names where they exist."""
+    """Return the console line of a log event, with Megatron's field names where they exist."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

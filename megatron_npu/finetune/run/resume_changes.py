@@ -1,4 +1,4 @@
-"""Differences between a fine-tuning run and the checkpoint that it resumes from, with their effects.
+"""Describe differences between a fine-tuning run and the checkpoint from which it resumes.
 
 The table is used by the log, by docs/how-to/resume.md and by the tests. Changes that are rejected are
 reported by ``checkpoint.load``.
@@ -40,7 +40,7 @@ class Flag:
 
     @property
     def flag(self) -> str:
-        """The flag's spelling on the command line."""
+        """The spelling of the flag on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -66,7 +66,7 @@ FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 
 
 def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
-    """Return one log line per difference, or no lines if there is no difference.
+    """Return one log line per difference, or an empty list.
 
     Args:
         args: the flags of this run.

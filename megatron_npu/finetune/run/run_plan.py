@@ -1,4 +1,4 @@
-"""The length of a training run, which is computed once when the data is loaded."""
+"""Compute the length of a training run once, when the data is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of one training run of a template; a script that trains several times has several plans.
+    """Length of one training run of a template.
+
+    A script that trains several times has several plans.
 
     Attributes:
         iterations: the number of iterations of the run, unless it ends earlier.
@@ -27,7 +29,9 @@ class RunPlan:
 
     @classmethod
     def of(cls, args: Namespace, batches: int, samples: int | None = None) -> RunPlan:
-        """Return the plan of a training run, which ends at --epochs or --train-iters, whichever comes first.
+        """Return the plan of a training run.
+
+        It ends at --epochs or --train-iters, whichever comes first.
 
         Args:
             args: the flags with ranks.
@@ -48,6 +52,6 @@ class RunPlan:
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:
-        """Return the flags with the lengths from the plan, for logs, checkpoints and model cards."""
+        """Return the flags with the plan's lengths, for logs, checkpoints and model cards."""
         lengths = {"train_iters": self.iterations, "epoch_iters": self.epoch, "train_samples": self.samples}
         return Namespace(**{**vars(args), **lengths})

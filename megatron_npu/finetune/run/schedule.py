@@ -1,4 +1,4 @@
-"""The learning rate of each iteration, as in Megatron: warm-up from 0, then decay to a minimum."""
+"""Compute the learning rate as in Megatron: warm-up from 0, then decay to a minimum."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def warmup_iterations(args: Namespace) -> int:
 
 
 def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
-    """Return a function that creates the scheduler that the flags select, given an optimizer.
+    """Return a function that creates the scheduler that the flags select for an optimizer.
 
     Args:
         args: the flags, with ``train_iters``.

@@ -1,4 +1,7 @@
-"""Tasks for ``--task``. Each file contains one task, which is a template for Transformers models."""
+"""Define the tasks for ``--task``.
+
+Each file contains one task, which is a template for Transformers models.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
 
 @functools.cache
 def every() -> dict[str, type[Declaration]]:
-    """Return the tasks by name, which are the classes in this package that have a name."""
+    """Return all tasks by name.
+
+    A class in this package is a task if it has a name.
+    """
     found: dict[str, type[Declaration]] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
@@ -34,7 +40,9 @@ def every() -> dict[str, type[Declaration]]:
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return a task as a template that can train; only this call imports the training code.
+    """Return a task as a template that can train.
+
+    Only this call imports the training code.
 
     Raises:
         UsageError: the task does not exist, or a package that it needs is not installed.

@@ -1,4 +1,4 @@
-"""Concatenate texts and split them into blocks of equal length, which are the samples of language models."""
+"""Concatenate texts and split them into blocks of equal length, the samples of language models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class BlocksOfText(Task):
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:
-        """Check that the column contains text; rows without text are permitted and ignored."""
+        """Check that the column contains text.
+
+        Rows without text are permitted and ignored.
+        """
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
@@ -64,17 +67,17 @@ class BlocksOfText(Task):
         return blocks
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the predicted tokens and the perplexity, which is e to the loss."""
+        """Return the loss over the predicted tokens, and the perplexity."""
         loss = mean_loss(self.evaluated(model, eval_dataloader, self.read))
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the summed ``loss`` of each example and its number of labels, ``counted``."""
+        """Return the summed ``loss`` of each example, and its number of labels, ``counted``."""
         raise NotImplementedError
 
 
 def stacked(examples: list[dict[str, Any]], name: str) -> Tensor:
-    """Return a column of examples of equal length as a tensor [b, n]."""
+    """Return a column of examples of equal length as a tensor ``[b, n]``."""
     return torch.tensor([one[name] for one in examples])
 
 

@@ -1,4 +1,4 @@
-"""Implementation of ``--task causal_lm``, which predicts the next token."""
+"""Implement ``--task causal_lm``, which predicts the next token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CausalLM(BlocksOfText):
             )
 
     def require_fit(self, config: Any) -> None:
-        """Reject encoders, in addition to the base class's checks."""
+        """Reject encoders in addition to the base class's checks."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
@@ -46,7 +46,10 @@ class CausalLM(BlocksOfText):
             )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return blocks [b, s] that are also their own labels; the model shifts the labels."""
+        """Return blocks ``[b, s]`` that are also their own labels.
+
+        The model shifts the labels.
+        """
         tokens = stacked(examples, "input_ids")
         batch = {"input_ids": tokens, "labels": tokens.clone()}
         if EXAMPLE in examples[0]:

@@ -1,4 +1,4 @@
-"""The declaration of a task, from which its flags, checks, help texts and model card are derived.
+"""Define the declaration of a task, which determines its flags, checks, help texts and model card.
 
 A task's file is also imported for help texts and by the process that starts the ranks, so it imports
 Transformers and ``datasets`` inside functions.
@@ -29,7 +29,9 @@ class Flag:
 
 
 class Declaration:
-    """Base class of the tasks; ``tasks.every`` finds the subclasses that have a name.
+    """Base class of the tasks.
+
+    ``tasks.every`` finds the subclasses that have a name.
 
     Attributes:
         name: value of ``--task``.
@@ -60,12 +62,12 @@ class Declaration:
 
     @classmethod
     def all_flags(cls) -> Iterator[Flag]:
-        """Yield the flags of the task's base classes, and then the task's own flags."""
+        """Yield the flags of the task's base classes, followed by the task's own flags."""
         for kind in reversed(cls.__mro__):
             yield from vars(kind).get("flags", ())
 
     @classmethod
     def all_reads(cls) -> set[str]:
-        """Return the names of the values that this task uses but not every task does."""
+        """Return the names of the values that this task uses but that other tasks may not use."""
         of_classes = {name for kind in cls.__mro__ for name in vars(kind).get("reads", ())}
         return of_classes | {flag.attribute for flag in cls.all_flags()}

@@ -1,4 +1,4 @@
-"""Implementation of ``--task masked_lm``, which predicts masked tokens."""
+"""Implement ``--task masked_lm``, which predicts masked tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class MaskedLM(BlocksOfText):
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return masked blocks [b, s]; evaluation examples are always masked at the same positions.
+        """Return masked blocks ``[b, s]``.
+
+        Evaluation examples are always masked at the same positions.
 
         Training examples are masked differently each time. The masks are drawn from the loader's seeds, so a
         resumed run and a run with a different micro-batch size use the same masks.
@@ -84,7 +86,7 @@ class MaskedLM(BlocksOfText):
         return {"loss": losses, "counted": counted}
 
     def _masked(self, tokens: Tensor, special: Tensor, seed: int, draws: int) -> tuple[Tensor, Tensor]:
-        """Return masked tokens [1, s] and labels [1, s].
+        """Mask the tokens of a block, and return tokens ``[1, s]`` and labels ``[1, s]``.
 
         If no token was masked, masking is repeated, up to ``draws`` times.
         """

@@ -1,4 +1,4 @@
-"""Implementation of ``--task pretraining``: pre-train a Transformers model on ``.bin/.idx`` data.
+"""Implement ``--task pretraining``, which pre-trains a Transformers model on ``.bin/.idx`` data.
 
 The model is a BERT or a causal model.
 """
@@ -48,7 +48,7 @@ class PreTraining(Declaration):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject epochs, because the number of samples follows from the iterations."""
+        """Reject epochs, because the iterations determine the number of samples."""
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} cannot be used with --task pretraining, which computes the number "
@@ -100,7 +100,9 @@ class PreTraining(Declaration):
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return the model with the weights from its folder if they fit, and with new weights otherwise."""
+        """Return the model with its folder's weights if they are compatible, and with new weights
+        otherwise.
+        """
         import transformers
 
         name, (config, differs) = self.args.pretrained_model_name_or_path, self._config
@@ -118,7 +120,7 @@ class PreTraining(Declaration):
 
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
-        """The model's configuration, and descriptions of the values that flags have changed."""
+        """Return the model's configuration, and descriptions of the values that flags have changed."""
         from transformers import AutoConfig
 
         args = self.args

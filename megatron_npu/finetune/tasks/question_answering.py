@@ -1,4 +1,4 @@
-"""Implementation of ``--task question_answering``, which finds the span that answers a question."""
+"""Implement ``--task question_answering``, which finds the span that answers a question."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ class QuestionAnswering(Task):
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the question and context columns; the answers may be missing."""
+        """Return the question and context columns.
+
+        The answers may be missing.
+        """
         found = columns.find(there, self.roles, self.args.columns)
         return [found["question"], found["context"]]
 
@@ -91,7 +94,7 @@ class QuestionAnswering(Task):
         )
 
     def _stride(self, rows: Any, part: str) -> int:
-        """Return the overlap of windows in tokens, which is --doc-stride, or less if questions are long."""
+        """Return the overlap of windows in tokens: --doc-stride, or less if questions are long."""
         questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
@@ -108,7 +111,7 @@ class QuestionAnswering(Task):
         return self.padded(examples, numbers=_POSITIONS)
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch, which is the mean over its windows and does not depend on padding."""
+        """Return the mean loss over a batch's windows, which does not depend on padding."""
         outputs = model(**inputs(batch))
         return position_losses(outputs.start_logits, outputs.end_logits, batch).mean()
 
@@ -164,7 +167,7 @@ class QuestionAnswering(Task):
 
 
 def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b], which is the mean of the losses of its first and last token.
+    """Return the loss of each window ``[b]``, the mean of the losses of its first and last token.
 
     Transformers models include padding in the softmax, so a window's loss would depend on the longest window
     of its batch. Here only a window's own tokens are included.
@@ -183,7 +186,7 @@ def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> 
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the first and last token of each window's most likely answer, [b, 2], and its score, [b].
+    """Return the first and last token of each window's most likely answer, ``[b, 2]``, and its score ``[b]``.
 
     Args:
         start: the logits of the answer's first token, [b, s].
@@ -200,7 +203,10 @@ def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tupl
 
 
 def _nowhere(tokens: Tensor, tokenizer: Any) -> Tensor:
-    """Return the position of the token that means "no answer" in each window [b]: CLS, or the first token."""
+    """Return the position of each window's "no answer" token, ``[b]``.
+
+    This is CLS or the first token.
+    """
     if tokenizer.cls_token_id is None:
         return torch.zeros_like(tokens[:, 0])
     return (tokens == tokenizer.cls_token_id).int().argmax(1)
@@ -247,7 +253,10 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the position in the context of each token of a window, or ``_NOWHERE`` for other tokens."""
+    """Return each window token's position in the context.
+
+    Tokens outside the context get ``_NOWHERE``.
+    """
     kinds = tokens.sequence_ids(window)
     return [place if kind == 1 else _NOWHERE for place, kind in zip(offsets, kinds, strict=True)]
 
@@ -260,7 +269,7 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer if it lies entirely in the window."""
+    """Return the first and last token of the first true answer if the window contains all of it."""
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -299,7 +308,10 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
 
 
 def _as_written(given: Any, context: str) -> tuple[Any, Any]:
-    """Return the answers and their positions from a table or a single text, or None for other formats."""
+    """Return the answers and their positions from a table or a single text.
+
+    Return None for other formats.
+    """
     if isinstance(given, dict):
         return given.get("text") or [], given.get("answer_start") or []
     if isinstance(given, str) or given is None:

@@ -1,4 +1,4 @@
-"""Implementation of ``--task seq2seq``, which generates a text from a text (translation, summary)."""
+"""Implement ``--task seq2seq``, which generates a text from a text (translation, summary)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Seq2Seq(Task):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each split; nested columns are expanded if a flag refers to one."""
+        """The rows of each split.
+
+        Nested columns are expanded if a flag refers to one.
+        """
         parts = super().parts
         if any("." in name for _, name in self.args.columns):
             return parts.changed(lambda rows: rows.flatten())
@@ -85,7 +88,10 @@ class Seq2Seq(Task):
         return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch; the model creates the decoder's inputs from its labels."""
+        """Return a padded batch.
+
+        The model creates the decoder's inputs from the labels.
+        """
         numbers = [one[EXAMPLE] for one in examples if EXAMPLE in one]
         batch = self._padding([{k: v for k, v in one.items() if k != EXAMPLE} for one in examples])
         if numbers:
@@ -93,7 +99,7 @@ class Seq2Seq(Task):
         return batch
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the targets' tokens and, if texts are generated, their metrics."""
+        """Return the loss over the target tokens and, if texts are generated, their metrics."""
         rows = self.evaluated(model, eval_dataloader, self._read, self._outputs)
         found = {"loss": mean_loss(rows)}
         if self.args.predict_with_generate:

@@ -1,4 +1,4 @@
-"""Implementation of ``--task sequence_classification``, which predicts a class or number for text."""
+"""Implement ``--task sequence_classification``, which predicts a class or a number for a text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class SequenceClassification(Task):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each split; a test split with hidden labels is left out."""
+        """The rows of each split.
+
+        A test split with hidden labels is omitted.
+        """
         parts = super().parts
         test = parts.get("test")
         if test is not None and self._column in test.column_names and labels.are_hidden(test, self._column):
@@ -74,7 +77,7 @@ class SequenceClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a text, or both texts if there is a second text column."""
+        """Check that every row has a text, and a second text if there is a column for it."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Code shared by all tasks: loading data and models, and evaluations that count each example once."""
+"""Share code between tasks: loading data and models, and evaluations that count each example once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _fraction = Number("a number from 0 to 0.9", float, 0.0, 0.9, metavar="X")
 
 
 class Task(Declaration):
-    """The methods of a ``Finetuner`` that are not specific to a task.
+    """Methods of a ``Finetuner`` that do not depend on the task.
 
     A task defines how rows become examples (``encoded``), how examples become a batch (``collate``) and what
     is computed from the model's outputs (``run_compute_metrics``).
@@ -65,7 +65,7 @@ class Task(Declaration):
     # -- what a task adds
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the examples of the rows of a split."""
+        """Return the encoded examples of a split's rows."""
         raise NotImplementedError
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
@@ -96,7 +96,10 @@ class Task(Declaration):
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The rows of each split; with --skip-bad-rows, without rows that lack required values."""
+        """The rows of each split.
+
+        With --skip-bad-rows, rows without required values are omitted.
+        """
         if not self.args.skip_bad_rows:
             return load(self.args)
         skipped = skipped_rows.Skipped(self.args)
@@ -107,7 +110,7 @@ class Task(Declaration):
         return found
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns that exist in all splits and must have a value in each row."""
+        """Return the columns that must have a value in each row of every split."""
         return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
@@ -128,7 +131,7 @@ class Task(Declaration):
         return found
 
     def require_fit(self, config: Any) -> None:
-        """Check that a model supports the head to train.
+        """Check that a model supports the head to be trained.
 
         Raises:
             UsageError: the model does not support it.
@@ -147,7 +150,10 @@ class Task(Declaration):
             )
 
     def own_labels(self) -> tuple[str, ...]:
-        """Return the model's class names; a model without a head has two unnamed classes."""
+        """Return the model's class names.
+
+        A model without a classification head has two unnamed classes.
+        """
         return pretrained.class_names(self.args.pretrained_model_name_or_path)
 
     @functools.cached_property
@@ -165,7 +171,10 @@ class Task(Declaration):
 
     @functools.cached_property
     def examples(self) -> dict[str, Any]:
-        """The examples of each split; evaluation examples are numbered consecutively over the splits."""
+        """The examples of each split.
+
+        Evaluation examples are numbered consecutively over the splits.
+        """
         found, number = {}, 0
         with self._one_rank_first():
             encoded = {part: self.encoded(rows, part) for part, rows in self.parts.items()}
@@ -190,7 +199,7 @@ class Task(Declaration):
             print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
-        """Let one rank tokenize into the cache of ``datasets`` first; the others then read its result."""
+        """Let one rank tokenize into the cache of ``datasets`` before the other ranks read the result."""
         import datasets
 
         args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
@@ -201,7 +210,7 @@ class Task(Declaration):
         return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
-        """Return the examples of each split (None if the split is missing), and the collate function."""
+        """Return the examples of each split (None for a missing split), and the collate function."""
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
@@ -246,7 +255,7 @@ class Task(Declaration):
             )
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch: the mean over its labels, as the model computes it."""
+        """Return the loss of a batch as the model computes it, the mean over the batch's labels."""
         return model(**inputs(batch)).loss
 
     def evaluated(
@@ -256,7 +265,9 @@ class Task(Declaration):
         read: Callable[[Batch, Any], Mapping[str, Tensor]],
         forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the values that ``read`` extracts from the examples of all ranks, each once and in order.
+        """Return the values that ``read`` extracts from the examples of all ranks.
+
+        Each example occurs once and in order.
 
         If the examples cannot be divided evenly among the ranks, some examples are processed twice.
 
@@ -281,7 +292,7 @@ class Task(Declaration):
 
 
 def _be_quiet() -> None:
-    """Silence the libraries' progress bars and log messages, on ranks other than 0."""
+    """Silence the libraries' progress bars and log messages on ranks other than 0."""
     import transformers
 
     _draw_no_bars()
@@ -289,7 +300,7 @@ def _be_quiet() -> None:
 
 
 def _draw_no_bars() -> None:
-    """Disable the libraries' progress bars, because in a log file, each update is a separate line."""
+    """Disable the libraries' progress bars, because each update is a separate line in a log file."""
     import datasets
     import transformers
 
@@ -303,7 +314,7 @@ def inputs(batch: Batch) -> dict[str, Tensor]:
 
 
 def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of each example [b], and its number of labels.
+    """Return the summed loss of each example ``[b]``, and its number of labels.
 
     Args:
         logits: [b, n, classes].

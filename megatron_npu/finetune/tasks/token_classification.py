@@ -1,4 +1,4 @@
-"""Implementation of ``--task token_classification``, which predicts a tag for each word."""
+"""Implement ``--task token_classification``, which predicts a tag for each word."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenClassification(Task):
         return labels.of_tokens(self.parts, self.columns["tags"], self.own_labels())
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the tag settings."""
+        """Return the tag settings for the model's configuration."""
         self.require_columns()
         return self.labels.config()
 
@@ -48,11 +48,14 @@ class TokenClassification(Task):
         texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return the options that byte-level tokenizers need for pre-split words."""
+        """Return the options that byte-level tokenizers require for words that are already split."""
         return {"add_prefix_space": True}
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each row, with the tag of a word at its first token."""
+        """Return the tokens of each row.
+
+        The first token of a word has the word's tag.
+        """
         self.require_places()
         encode = functools.partial(
             _encode, tokenizer=self.tokenizer, columns=self.columns, labels=self.labels, longest=self.longest
@@ -102,7 +105,10 @@ def _encode(
 
 
 def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
-    """Return the label of each token: that of the word for its first token, and no label for other tokens."""
+    """Return the label of each token.
+
+    The first token of a word has the word's label, and others have none.
+    """
     return [
         IGNORED if word is None or word == before else int(labels.number(tags[word]))
         for before, word in zip([None, *words], words, strict=False)

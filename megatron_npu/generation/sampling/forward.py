@@ -1,4 +1,4 @@
-"""Compute the next-token logits for a batch of texts, over all stages and ranks of a model.
+"""Compute next-token logits for a batch of texts, over all pipeline stages and ranks of a model.
 
 There are three implementations. The first one uses a KV cache and is fast. The second one works without a
 cache (``--recompute``). The third one processes whole texts as in training, and is used for models whose
@@ -20,7 +20,7 @@ from megatron_npu.data.sequence_parts import part_of_this_rank
 
 
 def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool) -> Forward:
-    """Return the object that computes the logits of a batch for the model's layout.
+    """Return the forward implementation that suits the model's parallel layout.
 
     Args:
         chunks: this process's GPTModels, unwrapped and in order.
@@ -35,7 +35,7 @@ def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool)
 
 
 class Forward(ABC):
-    """Base class for objects that process texts token by token.
+    """Base class of forward implementations, which process texts token by token.
 
     Args:
         chunks, batch, longest: see ``forward_of``.
@@ -47,7 +47,7 @@ class Forward(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the next-token logits, [b, padded vocabulary], fp32 on the host.
+        """Return the next-token logits ``[b, padded vocabulary]``, fp32 on the host.
 
         All ranks of the model must call this method. It returns None on ranks that do not have the output
         layer.
@@ -59,7 +59,10 @@ class Forward(ABC):
 
 
 class _Cached(Forward):
-    """Processes only the new tokens, and keeps past keys and values in megatron-core's static context."""
+    """Forward that processes only new tokens.
+
+    Past keys and values are kept in megatron-core's static context.
+    """
 
     def __init__(self, chunks: Sequence[Any], batch: int, longest: int) -> None:
         super().__init__(chunks, batch, longest)
@@ -80,7 +83,7 @@ class _Cached(Forward):
 
 
 class _Recomputed(_Cached):
-    """Recomputes the whole text for every token, using an empty context each time."""
+    """Forward that recomputes the whole text for every token, with an empty context each time."""
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         self.context = self._new_context()
@@ -88,7 +91,7 @@ class _Recomputed(_Cached):
 
 
 class _Whole(Forward):
-    """Processes whole texts as in training, padded on the right so that all ranks have parts of equal size.
+    """Forward that processes whole texts as in training, padded on the right to equal parts on all ranks.
 
     Padding does not influence the tokens before it, because attention is causal.
     """
@@ -118,7 +121,7 @@ class _Whole(Forward):
 
 
 def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
-    """Return the logits for every token of a batch, [b, s, padded vocabulary], on the device.
+    """Return the logits of every token of a batch, ``[b, s, padded vocabulary]``, on the device.
 
     All ranks of the model must call this function. It returns None on ranks that do not have the output
     layer. Models whose sequence is partitioned over ranks are not supported.
@@ -133,7 +136,7 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
 
 
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
-    """Return the context-parallel rank that holds a token of a text, and the token's index on that rank.
+    """Return the context-parallel rank that stores a token, and the token's index on that rank.
 
     The text is split into two parts per rank: rank r holds part r counted from the start, and part r counted
     from the end.
@@ -148,7 +151,9 @@ def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
 def _through_stages(
     chunks: Sequence[Any], tokens: Tensor, positions: Tensor, per_rank: int, context: Any
 ) -> Tensor | None:
-    """Run a batch through this process's chunks; return the logits, [b, s or 1, padded vocabulary], or None.
+    """Run a batch through this process's model chunks.
+
+    Return the logits ``[b, s or 1, padded vocabulary]`` on the last stage, or None.
 
     Each chunk passes once through all pipeline stages before the next one, as in the interleaved schedule.
 
@@ -169,7 +174,7 @@ def _through_stages(
 
 
 def _received(config: Any, length: int, batch: int) -> Tensor:
-    """Receive the output of the previous stage, [s, b, h]."""
+    """Receive the previous stage's output ``[s, b, h]``."""
     from megatron.core import parallel_state
 
     kind = torch.float32 if config.fp32_residual_connection else config.params_dtype
@@ -181,7 +186,7 @@ def _received(config: Any, length: int, batch: int) -> Tensor:
 
 
 def _send(hidden: Tensor) -> None:
-    """Send the output of this stage, [s, b, h], to the next stage."""
+    """Send this stage's output ``[s, b, h]`` to the next stage."""
     from megatron.core import parallel_state
 
     after = parallel_state.get_pipeline_model_parallel_next_rank()

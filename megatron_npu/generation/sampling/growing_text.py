@@ -1,4 +1,4 @@
-"""Incremental decoding: the characters that each new token adds to a text."""
+"""Decode tokens incrementally: return the characters that each new token adds to a text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GrowingText:
         self._start, self._told = 0, len(self._ids)  # decoded from, told up to
 
     def added(self, tokens: Sequence[int]) -> str:
-        """Return the characters that the new token completes.
+        """Add tokens, and return the characters that they complete.
 
         Args:
             tokens: all tokens that have been added after the prompt so far. There must be one more than in

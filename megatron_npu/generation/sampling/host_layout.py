@@ -1,4 +1,4 @@
-"""Change the memory layout of weights to the one that is fastest for generation on a CPU."""
+"""Change the memory layout of weights to the fastest one for generation on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Sampler for prompts that arrive on rank 0, which broadcasts each request to the other ranks."""
+"""Distribute the sampling requests of rank 0 to the other ranks of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = timedelta(days=365)
 
 
 class Leader:
-    """The sampler of rank 0, whose requests are also executed by the other ranks.
+    """Sampler of rank 0, which makes the other ranks execute the same requests.
 
     Args:
         sampler: this rank's sampler.

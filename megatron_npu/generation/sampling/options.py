@@ -1,4 +1,4 @@
-"""Sampling options and their valid ranges."""
+"""Define the sampling options and their valid ranges."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ class Options:
 
     @property
     def greedy(self) -> bool:
-        """Whether decoding is greedy."""
+        """True if decoding is greedy."""
         return self.temperature == 0 or self.top_k == 1

@@ -1,4 +1,4 @@
-"""The Sampler, which generates text with a GPT model in memory, for commands, the server and training."""
+"""Define the Sampler, which generates text with a GPT model in memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Generates text with a model that is held by this process, or by several processes together.
+    """Generate text with a model that is in the memory of one or several processes.
 
     All layouts are supported: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
     rank must create a Sampler and call ``sample`` with the same arguments. All ranks, including data-parallel
@@ -84,7 +84,7 @@ class Sampler:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return one sample per prompt, in order. This is a collective operation of all ranks of the model.
+        """Return one sample per prompt, in order. All ranks of the model must call this.
 
         The model is put into evaluation mode temporarily. No global random number generator is used.
 
@@ -222,7 +222,10 @@ class _Batch:
         return forward_of(self.sampler.chunks, len(self.samples), self.tokens.size(1), self.options.recompute)
 
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
-        """Select the tokens at position ``length``, which are the same on all ranks, and record them."""
+        """Select the tokens at position ``length`` and record them.
+
+        They are the same on all ranks.
+        """
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
         if not due:  # the short ones have ended, and the long ones are still read
             return
@@ -248,12 +251,12 @@ class _Batch:
         return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
 
     def _draws(self, due: Sequence[int]) -> torch.Tensor:
-        """Return a random number from 0 to 1 for each row, [b], using the row's own generator."""
+        """Return a random number from 0 to 1 for each row, ``[b]``, from the row's own generator."""
         draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
         return torch.stack(draws)
 
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
-        """Record the token of a row at position ``length``, or record that the row's text has ended."""
+        """Record a row's token at position ``length``, or the end of the row's text."""
         sample = self.samples[row]
         if details:
             logprob, *rest = details
@@ -268,7 +271,7 @@ class _Batch:
         sample.tokens.append(token)
 
     def _ask(self, rows: Sequence[int]) -> None:
-        """Call ``watch`` with the new token of each row, and end the texts that it stops."""
+        """Pass the new token of each row to ``watch``, and end the texts that it stops."""
         if self.watch is None:
             return
         some = [row for row in rows if not self.samples[row].finished]

@@ -35,7 +35,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """A model input, and the texts that consist of this input and one additional token.
+    """Input of the model, shared by all texts that consist of this input and one more token.
 
     Attributes:
         inputs: the ids of the input.
@@ -49,7 +49,9 @@ class _Row:
 
 
 class Scoring:
-    """Scores texts in batches, longest first. Texts are padded on the right, which causal attention permits.
+    """Score texts in batches, longest first.
+
+    Texts are padded on the right, which is valid for causal attention.
 
     Args:
         chunks: this process's GPTModels, unwrapped and in order.
@@ -111,7 +113,10 @@ class Scoring:
 
 
 def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
-    """Return the model inputs, longest first. Texts that differ only in their last token share an input."""
+    """Return the model inputs, longest first.
+
+    Texts that differ only in their last token share an input.
+    """
     same: dict[tuple[int, ...], list[int]] = {}
     for place, text in enumerate(texts):
         if firsts[place] < len(text):

@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Return the value of the last pipeline stage on all ranks.
+    """Broadcast a tensor from the last pipeline stage, and return it on all ranks.
 
     All tensor-parallel ranks of that stage must have the same value.
     """
@@ -25,7 +25,7 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def not_numbers() -> UsageError:
-    """Return the error for logits that are NaN or infinite."""
+    """Return the error for NaN or infinite logits."""
     return UsageError(
         "the model's logits are NaN or infinite, because the training diverged or the precision is too low",
         remedy="Load an earlier checkpoint, or compute in another precision.",

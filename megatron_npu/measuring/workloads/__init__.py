@@ -1,1 +1,1 @@
-"""Workloads, which take a ``Job`` and a ``Meter``, train, and return the number of parameters."""
+"""Define workloads, which train a ``Job`` with a ``Meter`` and return the number of parameters."""

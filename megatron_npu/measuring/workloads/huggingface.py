@@ -24,7 +24,10 @@ Batch = dict[str, Tensor]
 
 
 def bert_pretraining(job: Job, meter: Meter) -> int:
-    """Train on masked words and next sentences, and return the number of parameters."""
+    """Train BERT on masked words and next sentences.
+
+    Return the number of parameters.
+    """
     from transformers import BertConfig, BertForPreTraining
 
     def batch() -> Batch:
@@ -41,7 +44,10 @@ def bert_pretraining(job: Job, meter: Meter) -> int:
 
 
 def bert_finetuning(job: Job, meter: Meter) -> int:
-    """Train sentence classification, and return the number of parameters."""
+    """Train BERT for sentence classification.
+
+    Return the number of parameters.
+    """
     from transformers import BertConfig, BertForSequenceClassification
 
     def batch() -> Batch:
@@ -55,7 +61,10 @@ def bert_finetuning(job: Job, meter: Meter) -> int:
 
 
 def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callable[[], Batch]) -> int:
-    """Train with equal weights but different tokens on each rank, and return the number of parameters."""
+    """Train with equal weights but different tokens on each rank.
+
+    Return the number of parameters.
+    """
     rank, device = int(os.environ["RANK"]), devices.current()
     device.set_current(int(os.environ["LOCAL_RANK"]))
     engine.join(Namespace(world_size=job.ranks, distributed_timeout_minutes=10))
@@ -89,7 +98,7 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Raise an error if torch.compile has compiled nothing, because torch does not report this."""
+    """Raise an error if torch.compile has compiled no graph, which torch itself does not report."""
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:
@@ -115,7 +124,7 @@ def _tokens(job: Job) -> Tensor:
 
 
 def _of_a_pair(tokens: Tensor) -> Batch:
-    """Return BERT's inputs for two sentences of equal length that fill the sequence, without padding."""
+    """Return BERT's inputs for two sentences of equal length that fill the sequence without padding."""
     kinds = torch.zeros_like(tokens)
     kinds[:, tokens.shape[1] // 2 :] = 1
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": kinds}

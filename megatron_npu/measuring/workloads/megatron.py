@@ -15,7 +15,7 @@ PAD = 128  # the vocabulary is the same for every tensor-parallel size
 
 
 def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train, and return the number of parameters of the whole model."""
+    """Train a GPT, and return the number of parameters of the whole model."""
     initialize.silence_known_warnings()
     plugin.install()
     import megatron.core.models.gpt  # so that its import is no part of the memory that is measured
@@ -54,7 +54,7 @@ def flags(job: Job) -> list[str]:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the switches of the row, under the document's names."""
+    """Return the row's switches with the document's names."""
     scheme = job.scheme
     words = [f"--{job.mixed_precision}"] if scheme.mixed else []
     if scheme.sharding != "none":

@@ -1,4 +1,4 @@
-"""Activation functions of the MLP, fused with the bias of the preceding layer: GELU, SwiGLU and GEGLU.
+"""Compute activation functions (GELU, SwiGLU, GEGLU) fused with the bias of the preceding layer.
 
 No implementation saves more than its inputs for the backward pass. ``native`` is used on cpu, and on cuda if
 there is no Triton kernel; ``cpu`` contains faster implementations for CPUs, ``npu`` contains the NPU kernels,
@@ -71,7 +71,10 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``; shapes are those of ``swiglu``."""
+    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``.
+
+    The shapes are those of ``swiglu``.
+    """
     return reference.geglu(input, bias)
 
 

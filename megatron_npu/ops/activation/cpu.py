@@ -1,4 +1,4 @@
-"""GELU after a bias on the CPU, which computes the value and the derivative from one exponential."""
+"""Compute GELU after a bias on the CPU, with the value and the derivative from one exponential."""
 
 from __future__ import annotations
 

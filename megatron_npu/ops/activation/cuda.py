@@ -1,4 +1,4 @@
-"""Activation functions on GPUs: one Triton kernel per direction, or torch's kernels."""
+"""Compute activation functions on GPUs, with one Triton kernel per direction or with torch's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation functions that use torch's kernels and save only their inputs.
+"""Compute activation functions with torch's kernels, saving only the inputs for the backward pass.
 
 They are used on cpu, and on cuda without Triton.
 """
@@ -22,7 +22,10 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute ``F.gelu`` of ``input + bias``; the backward pass recomputes the sum."""
+    """Compute ``F.gelu`` of ``input + bias``.
+
+    The backward pass recomputes the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,7 +77,7 @@ reference.gelu.on("cpu", "cuda", note="`F.gelu`")(F.gelu)
 
 
 def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the GELU (in the tanh form) of the sum, computed by torch's kernels."""
+    """Return ``gelu(input + bias)`` in tanh form, computed by torch's kernels."""
     if torch.is_grad_enabled():
         return BiasGelu.apply(input, bias)
     return F.gelu(with_bias(input, bias), approximate="tanh")  # autograd would cost more than one token's row
@@ -82,11 +85,11 @@ def torch_bias_gelu(input: Tensor, bias: Tensor | None) -> Tensor:
 
 @reference.swiglu.on("cpu", note="`F.silu`")
 def torch_swiglu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the SwiGLU of the sum, computed by torch's kernels."""
+    """Return the SwiGLU of ``input + bias``, computed by torch's kernels."""
     return Gated.apply(input, bias, "silu")
 
 
 @reference.geglu.on("cpu", note="`F.gelu`")
 def torch_geglu(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the GEGLU of the sum, computed by torch's kernels."""
+    """Return the GEGLU of ``input + bias``, computed by torch's kernels."""
     return Gated.apply(input, bias, "gelu")

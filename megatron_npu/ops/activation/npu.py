@@ -1,4 +1,4 @@
-"""Activation functions that use torch_npu's kernels.
+"""Compute activation functions with torch_npu's kernels.
 
 ``npu_fast_gelu`` is not used: x·sigmoid(1.702·x) differs by up to 0.02 from both forms of GELU and would
 train a different model.
@@ -39,7 +39,9 @@ reference.gelu.on("npu", note="`npu_gelu`")(_Gelu.apply)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """Compute GELU with ``npu_gelu``; the form of ``aten::gelu`` on an NPU depends on the CANN version.
+    """Compute GELU with ``npu_gelu``.
+
+    The form that ``aten::gelu`` computes on an NPU depends on the CANN version.
 
     The sum is saved instead of the input, which nothing else needs: this takes the same memory and one kernel
     launch fewer.
@@ -65,7 +67,10 @@ reference.bias_gelu.on("npu", note="`npu_gelu`")(_BiasGelu.apply)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Compute ``npu_swiglu`` of the sum; the backward pass recomputes the sum."""
+    """Compute ``npu_swiglu`` of ``input + bias``.
+
+    The backward pass recomputes the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,7 +99,10 @@ reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits=
 
 
 class _GEGLU(torch.autograd.Function):
-    """Apply ``npu_gelu`` to the left half, because there is no reference to verify ``npu_geglu`` against."""
+    """Compute GEGLU with ``npu_gelu`` on the left half.
+
+    ``npu_geglu`` is not used, because there is no reference to verify it against.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

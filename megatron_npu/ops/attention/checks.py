@@ -1,4 +1,4 @@
-"""Check the arguments of ``attention`` against each other and against the shapes of the tensors."""
+"""Check the arguments of ``attention`` for consistency with each other and with the tensors' shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _headless(query_size: int, key_size: int, layout: str, heads: int | None) ->
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads: int, key_heads: int) -> None:
-    """Check that query, key and value have the same dtype and compatible shapes.
+    """Check that query, key and value have compatible shapes and the same dtype.
 
     Args:
         query, key, value: tensors in ``layout``; ``value`` may have another head size.
@@ -83,7 +83,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str, heads:
 
 
 def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
-    """Check the window, the mask and the dropout probability.
+    """Check the window, the mask and the dropout probability of an attention call.
 
     Raises:
         ValueError: the window is negative, the mask is not boolean, or the probability is not in [0, 1).
@@ -100,7 +100,7 @@ def check_limits(window: Window, mask: Tensor | None, dropout_p: float) -> None:
 
 
 def check_sink(sink: Tensor | None, heads: int) -> None:
-    """Check that the sink has one value per query head.
+    """Check that the attention sink has one value per query head.
 
     Raises:
         ValueError: it has another number of values.
@@ -112,7 +112,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Check that TND is used with ``packed``, and that ``packed`` is not combined with another mask.
+    """Check that layout TND is used with ``packed``, and that ``packed`` is not combined with another mask.
 
     Raises:
         ValueError: one of these is not the case.
@@ -131,7 +131,7 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Check that the sequences cover the tokens.
+    """Check that the packed sequences cover all tokens.
 
     Raises:
         ValueError: a length is negative, or the lengths do not sum up to the numbers of tokens.

@@ -1,4 +1,6 @@
-"""Attention on the CPU: uses torch's flash kernel where it is applicable and faster, and tiles otherwise."""
+"""Compute attention on the CPU, with torch's flash kernel where it is applicable and faster, else in
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 
 @operation.on("cpu")
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention for ``spec``, without storing any pairs beyond those of the caller's mask."""
+    """Return the attention for ``spec``, without storing query-key pairs other than those of the caller's
+    mask.
+    """
     if not torch_has_a_kernel(query, value, spec) or tiles_are_faster(query, spec):
         return blockwise(query, key, value, spec, mask)
     segment = spec.segments[0]
@@ -39,7 +43,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask:
 
 
 def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if torch's flash kernel supports the call: plain, causal, with one query, or with a mask.
+    """Return True if torch's flash kernel supports the call.
+
+    It supports calls that are plain or causal, with one query, or with a mask.
 
     For calls with dropout, with different head sizes, or with a mask that expresses a window, torch would
     build all the scores or an ``[sq, sk]`` mask.
@@ -58,7 +64,9 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 
 
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if our tiles are faster than torch's kernel, which is never the case for a few queries.
+    """Return True if our tiled attention is faster than torch's kernel.
+
+    It never is for a small number of queries.
 
     For bf16, tiles are faster on processors that multiply it without AMX, where torch 2.13's kernel takes 1.9
     to 2.9 times as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise

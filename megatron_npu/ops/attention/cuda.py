@@ -1,4 +1,5 @@
-"""Attention on CUDA: uses cuDNN, flash-attn or torch's SDPA, and FlexAttention for windows and packing.
+"""Compute attention on CUDA with cuDNN, flash-attn or torch's SDPA, and windows and packing with
+FlexAttention.
 
 On Hopper and later GPUs, cuDNN's kernel is the fastest for the calls that it supports: causal or full
 attention in 16 bits.
@@ -46,7 +47,7 @@ _CUDNN_FIRST = (3, 1, 2, 0, 4)
 
 
 class Kernel(enum.Enum):
-    """The kernel that computes a call."""
+    """The kernel that computes an attention call."""
 
     CUDNN = "cuDNN's, through torch's scaled_dot_product_attention"
     FLASH_ATTN = "flash-attn"
@@ -56,7 +57,7 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True)
 class CudaCall:
-    """A call's kernel, and the arguments for flash-attn.
+    """The kernel of an attention call, and the arguments for flash-attn.
 
     Attributes:
         window: (window_left, window_right) with the last query aligned with the last key.
@@ -71,7 +72,10 @@ class CudaCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> CudaCall | Unsupported:
-    """Return the kernel for ``spec``, or the reason why there is none, without reading tensor values."""
+    """Return the kernel for ``spec``, or the reason why no kernel supports it.
+
+    Tensor values are not read.
+    """
     # cuDNN adds up gradients in any order
     cudnn = _has_cudnn() and not torch.are_deterministic_algorithms_enabled()
     return choose(query.shape, key.shape, value.shape, query.dtype, spec, _flash_attn_installed(), cudnn)
@@ -79,7 +83,7 @@ def plan_call(
 
 @lru_cache(maxsize=1)
 def _has_cudnn() -> bool:
-    """Return True if cuDNN's attention should be tried on this process's GPU."""
+    """Return True if this process should try cuDNN's attention on its GPU."""
     if not hasattr(torch._C, "_set_sdp_priority_order"):  # before torch 2.6
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= _CUDNN_SINCE
@@ -95,7 +99,9 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Return the kernel as ``plan_call`` does, given shapes in the layout of ``spec``, dtype and packages."""
+    """Return the kernel as ``plan_call`` does, but from shapes in the layout of ``spec``, dtype and
+    packages.
+    """
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -134,13 +140,16 @@ def _head_sizes(
 
 
 def _is_simple(segment: Segment) -> bool:
-    """Return True if a segment has a single query, or no limit other than the causal triangle."""
+    """Return True if a segment has a single query or has no mask other than a causal one."""
     triangle = segment.window_left is None and segment.window_right in (None, 0)
     return triangle or segment.q1 - segment.q0 == 1
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the call of flash-attn, or None if it is not supported; ``sizes`` are the head sizes."""
+    """Return the flash-attn call, or None if flash-attn does not support it.
+
+    ``sizes`` are the head sizes.
+    """
     window = window_from_end(spec.segments)
     if window is None or any(limit is not None and limit < 0 for limit in window):
         return None
@@ -159,7 +168,7 @@ def _flash_attn_installed() -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None, *, plan: CudaCall
 ) -> Tensor:
-    """Compute the call with the kernel that ``plan`` selects."""
+    """Compute attention with the kernel that ``plan`` selects."""
     if plan.kernel is Kernel.FLASH_ATTN:
         return _flash_attn(query, key, value, spec, plan)
     query = to_bnsd(query, spec.layout, spec.heads)
@@ -173,7 +182,10 @@ def attend(
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, plan: CudaCall) -> Tensor:
-    """Call flash-attn 2 on ``[b, s, n, d]`` or packed ``[t, n, d]``; its value for "no limit" is -1."""
+    """Call flash-attn 2 on ``[b, s, n, d]`` or packed ``[t, n, d]``.
+
+    flash-attn represents "no limit" by -1.
+    """
     import flash_attn
 
     options: dict[str, Any] = {
@@ -204,7 +216,9 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
 def _order_of(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> Iterator[None]:
-    """Within the block, make torch's SDPA use cuDNN's kernel if it is chosen and supports the call."""
+    """Make torch's SDPA use cuDNN's kernel within the block, if that kernel is chosen and supports the
+    call.
+    """
     if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
         yield
         return
@@ -217,7 +231,7 @@ def _order_of(
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if torch reports that the installed cuDNN supports the call."""
+    """Return True if torch reports that the installed cuDNN supports the attention call."""
     causal, grouped = spec.segments[0].window_right == 0, spec.heads != spec.key_heads
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, spec.dropout_p, causal, grouped)
     if torch.backends.cuda.can_use_cudnn_attention(asked):
@@ -231,7 +245,10 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Call torch's SDPA, which selects its flash, cuDNN or memory-efficient kernel, on ``[b, n, s, d]``."""
+    """Call torch's SDPA on ``[b, n, s, d]``.
+
+    SDPA selects its flash, cuDNN or memory-efficient kernel.
+    """
     segment = spec.segments[0]
     options: dict[str, Any] = {
         "dropout_p": spec.dropout_p,
@@ -255,7 +272,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: 
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Call FlexAttention, which skips blocks of 128 × 128 pairs that contain no visible pair."""
+    """Call FlexAttention, which skips blocks of 128 × 128 query-key pairs that are completely hidden."""
     blocks = _block_mask(spec.segments, query.size(2), key.size(2), query.device)
     grouped = spec.heads != spec.key_heads
     return _compiled("flex_attention")(
@@ -265,13 +282,16 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
 
 @lru_cache_tensors(maxsize=16)
 def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: torch.device) -> Any:
-    """Return the block mask of the segments and windows, which is the same for all batches and heads."""
+    """Return the FlexAttention block mask of the segments and windows.
+
+    It is the same for all batches and heads.
+    """
     create = _compiled("create_block_mask")
     return create(visibility(segments, device), None, None, queries, keys, device=device)
 
 
 def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[..., Tensor]:
-    """Return FlexAttention's ``mask_mod``, which tells whether query i sees key j."""
+    """Return FlexAttention's ``mask_mod``, a function that returns whether query i attends to key j."""
     begins, ends = visible_ranges(segments, device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -282,7 +302,9 @@ def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[
 
 @lru_cache(maxsize=2)
 def _compiled(name: str) -> Callable[..., Any]:
-    """Return a compiled FlexAttention function, which torch recompiles for each new class of shapes.
+    """Return a compiled FlexAttention function.
+
+    torch recompiles it for each new class of shapes.
 
     Without compilation, both functions would build all ``[sq, sk]`` pairs.
     """

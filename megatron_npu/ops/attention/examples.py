@@ -1,4 +1,4 @@
-"""Example calls of attention, which ``megatron-npu doctor`` checks."""
+"""Define example calls of attention that ``megatron-npu doctor`` checks."""
 
 from __future__ import annotations
 

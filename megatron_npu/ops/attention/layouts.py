@@ -1,4 +1,7 @@
-"""Conversions between a call's layout and ``[b, n, s, d]``; results are views unless stated otherwise."""
+"""Convert between an attention call's layout and ``[b, n, s, d]``.
+
+Results are views unless stated otherwise.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
 def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int, int, int]:
-    """Return the shape of the result of ``to_bnsd`` for a tensor of shape ``shape``."""
+    """Return the shape that ``to_bnsd`` gives a tensor of shape ``shape``."""
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     if layout in HEADLESS:
@@ -26,7 +29,10 @@ def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int,
 
 
 def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``tensor`` as ``[b, n, s, d]``; TND is treated as a batch of one."""
+    """Return ``tensor`` as ``[b, n, s, d]``.
+
+    TND is treated as a batch of one.
+    """
     if layout == "TND":
         return tensor.transpose(0, 1).unsqueeze(0)
     if layout in HEADLESS:
@@ -35,7 +41,7 @@ def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
-    """Undo ``to_bnsd``. For SBH and BSH, this copies if the memory is in another order."""
+    """Undo ``to_bnsd``. This copies SBH and BSH tensors if the memory is in another order."""
     if layout == "TND":
         return tensor.squeeze(0).transpose(0, 1)
     if layout in HEADLESS:
@@ -44,7 +50,10 @@ def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
 
 
 def to_tokens(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``[b · s, n, d]``, batch by batch; this copies unless the layout is BSH, BSND or TND."""
+    """Return ``[b · s, n, d]``, batch by batch.
+
+    The tensor is copied unless the layout is BSH, BSND or TND.
+    """
     if layout == "TND":
         return tensor
     return to_bnsd(tensor, layout, heads).transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Attention on the NPU: ``torch_npu.npu_fusion_attention``, and the table that maps specs to its arguments.
+"""Compute attention on the NPU with ``npu_fusion_attention``, and map attention specs to its arguments.
 
 The checks are the limits that torch_npu's own documentation states for the operation (torch_npu 2.13.0,
 ``_op_plugin_docs.py``): a call outside them may be wrong without an error, so it is rejected beforehand.
@@ -30,7 +30,7 @@ NONE, FULL, TOP_LEFT, BOTTOM_RIGHT, BAND = 0, 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class NpuCall:
-    """The arguments of ``npu_fusion_attention`` that are neither tensors nor masks.
+    """The arguments of ``npu_fusion_attention`` other than tensors and masks.
 
     Attributes:
         input_layout: SBH, BSH, BSND, BNSD or TND; SBND is passed as SBH, which has the same memory layout.
@@ -55,7 +55,10 @@ class NpuCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> NpuCall | Unsupported:
-    """Return the call for ``spec``, or the reason why it is not supported, without reading values."""
+    """Return the kernel arguments for ``spec``, or the reason why it is not supported.
+
+    Tensor values are not read.
+    """
     return npu_call(query.shape, key.shape, value.shape, query.dtype, spec)
 
 
@@ -63,7 +66,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """Return the call as ``plan_call`` does, given only the shapes and the dtype."""
+    """Return the kernel arguments as ``plan_call`` does, but from shapes and the dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode
@@ -86,7 +89,9 @@ def npu_call(
 
 
 def _mode_without_band(segments: Sequence[Segment]) -> int | None:
-    """Return the sparse mode if the segments have no limit or only the causal one, and None otherwise."""
+    """Return the sparse mode for segments without a limit or with only the causal one, and None for
+    others.
+    """
     if any(s.window_left is not None for s in segments):
         return None
     if all(s.window_right is None for s in segments):
@@ -97,7 +102,7 @@ def _mode_without_band(segments: Sequence[Segment]) -> int | None:
 
 
 def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
-    """Return (sparse_mode, pre_tockens, next_tockens)."""
+    """Return (sparse_mode, pre_tockens, next_tockens) of ``npu_fusion_attention``."""
     if spec.masked:
         return FULL, UNLIMITED, UNLIMITED
     live = [s for s in spec.segments if s.q0 < s.q1 and s.k0 < s.k1]
@@ -119,7 +124,7 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
 
 
 def _band_meets(window_left: int, window_right: int, queries: int, keys: int) -> bool:
-    """Return True if a band with a negative limit is among those that the operation documents."""
+    """Return True if ``npu_fusion_attention`` documents support for a band with a negative limit."""
     if window_left < 0:
         return window_right >= -window_left and -window_left < queries
     return window_right >= 0 or (window_left >= -window_right and -window_right < keys)
@@ -128,7 +133,7 @@ def _band_meets(window_left: int, window_right: int, queries: int, keys: int) ->
 def _limits(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> str | None:
-    """Return the documented limit of the operation that the shapes exceed, or None."""
+    """Return the documented limit of ``npu_fusion_attention`` that the shapes exceed, or None."""
     if reason := unsupported_dtype("npu_fusion_attention", dtype):
         return reason
     if key != value:
@@ -158,7 +163,7 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
 
 
 def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ends of the sequences as the operation expects them: no leading 0, no empty sequences."""
+    """Return the ends of the sequences in the operation's format, without a leading 0 and empty sequences."""
     there = [s for s in spec.segments if s.q0 < s.q1 or s.k0 < s.k1]
     return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
@@ -174,7 +179,8 @@ def attend(
     plan: NpuCall,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Pass the tensors in their own layout, without permuting them or building ``[b, 1, s, s]``.
+    """Pass the tensors to the kernel in their own layout, without permuting them or building ``[b, 1, s,
+    s]``.
 
     A ``sink``, fp32 ``[n]``, is passed only if it is given: older torch_npu versions have no such argument.
     """
@@ -205,7 +211,7 @@ def attend(
 
 
 def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make query, key and value contiguous if they interleave in one tensor, as after a joint projection.
+    """Make query, key and value contiguous if they interleave in one tensor, as after a fused QKV projection.
 
     This takes a single copy instead of three.
     """
@@ -222,7 +228,7 @@ def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 class _ContiguousQKV(torch.autograd.Function):
-    """Copy three tensors that are ``step`` values apart in the same memory."""
+    """Copy three tensors that are interleaved in the same memory with a distance of ``step`` values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -235,7 +241,9 @@ class _ContiguousQKV(torch.autograd.Function):
 
 
 def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
-    """Return the atten_mask of the call, True where masked: None, the shared triangle, or the full mask.
+    """Return the kernel's atten_mask, True where masked.
+
+    It is None, the shared triangle, or the full mask.
 
     Args:
         call: the call that the mask is for.
@@ -252,7 +260,7 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
 
 def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
-    """Return the atten_mask for a call whose caller passes no mask."""
+    """Return the atten_mask for an attention call without a mask from the caller."""
     return None if sparse_mode == NONE else _compressed_mask(device)
 
 
@@ -268,5 +276,8 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """Return the single mask of a device for sparse modes 2, 3 and 4: 4 MiB at any sequence length."""
+    """Return a device's shared mask for sparse modes 2, 3 and 4.
+
+    It has 4 MiB for any sequence length.
+    """
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)

@@ -9,7 +9,7 @@ from megatron_npu.ops.caching import cache_on_tensor
 
 
 def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of the packed sequences that a causal mask allows, ordered by row of the batch.
+    """Return the lengths of the packed sequences that a causal mask describes, ordered by batch row.
 
     Megatron builds its masks itself and passes s² booleans even for plain causal attention. A mask that only
     says "causal, within these sequences" is recognized here, so no kernel has to read it: with

@@ -1,4 +1,4 @@
-"""Reference implementation of attention in plain torch."""
+"""Compute attention in plain torch as the reference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def unfused(
 def _softmax(
     query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None, sink: Tensor | None
 ) -> Tensor:
-    """Return weights ``[b, n, sq, sk]`` for queries and keys ``[b, n, s, d]``; fully masked rows are zero."""
+    """Return attention weights ``[b, n, sq, sk]`` for ``[b, n, s, d]`` operands.
+
+    Fully masked rows are zero.
+    """
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(precise) * scale
     if forbidden is not None:

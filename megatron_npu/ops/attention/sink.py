@@ -1,4 +1,4 @@
-"""Attention with a sink: one extra score per head, which takes a share of the weights and has no value.
+"""Compute attention with a sink: one extra score per head that receives weight but has no value.
 
 The sink allows a query to attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which
 adds one to the divisor; gpt-oss has a learned sink. Given the lse without the sink, the sink scales the
@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Compute ``reference.unfused`` with ``sink`` ``[n]`` among the scores of each query."""
+    """Compute ``reference.unfused`` with the sink ``[n]`` as an additional score of each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -38,7 +38,7 @@ operation = Operation(
 
 
 def absorb(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink to attention that was computed without one, and return the new output and lse.
+    """Add a sink to an attention result that was computed without one. Return the new output and lse.
 
     Args:
         output: ``[s, b, n, d]``.
@@ -107,7 +107,7 @@ def _beyond_blocks(*arguments: Any) -> str | None:
 def by_blocks(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Compute the attention without the sink, then add the sink."""
+    """Compute attention without the sink in blocks, then add the sink."""
     query, key, value = (
         to_bnsd(t, spec.layout, heads).permute(2, 0, 1, 3)
         for t, heads in ((query, spec.heads), (key, spec.key_heads), (value, spec.key_heads))
@@ -119,7 +119,10 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """Return the call as ``npu.plan_call`` does, because a sink adds no limits."""
+    """Return the kernel arguments as ``npu.plan_call`` does.
+
+    A sink adds no limits.
+    """
     return npu.plan_call(query, key, value, spec, mask)
 
 
@@ -134,5 +137,5 @@ def by_kernel(
     *,
     plan: npu.NpuCall,
 ) -> Tensor:
-    """Pass the sink to the kernel in fp32, which torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
+    """Pass the sink to the kernel in fp32, as torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
     return npu.attend(query, key, value, spec, mask, plan=plan, sink=sink.float())

@@ -1,4 +1,4 @@
-"""The specification of one attention call, in the form that every device uses."""
+"""Specify an attention call in a form that all devices share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """The lengths, in tokens, of concatenated sequences (thd), stored on the host.
+    """The lengths of concatenated sequences (thd) in tokens, in host memory.
 
     The lengths are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of
     the keys. A length may be 0.
@@ -28,7 +28,7 @@ class PackedSequences(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Queries ``[q0, q1)`` over keys ``[k0, k1)``: the whole call, or one of its packed sequences.
+    """Queries ``[q0, q1)`` over keys ``[k0, k1)``: a whole attention call, or one of its packed sequences.
 
     Query i, counted from q0, sees key j, counted from k0, if ``i - window_left <= j <= i + window_right``;
     None means no limit. ``causal``, ``window`` and ``offset`` all reduce to these two numbers, which an
@@ -44,15 +44,20 @@ class Segment(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """The number of keys minus that of queries: the diagonal where the last query meets the last key."""
+        """The number of keys minus the number of queries, which is the diagonal of the last query and the
+        last key.
+        """
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
     def sees_all_keys(self) -> bool:
-        """Return True if every query sees all keys."""
+        """Return True if every query attends to all keys."""
         return self.window_left is None and self.window_right is None
 
     def rows_with_keys(self) -> tuple[int, int]:
-        """Return the range of queries, counted from q0, that see a key; the other rows are fully masked."""
+        """Return the range of queries, counted from q0, that attend to a key.
+
+        All other queries are fully masked.
+        """
         queries, keys = self.q1 - self.q0, self.k1 - self.k0
         if keys == 0:
             return 0, 0
@@ -61,19 +66,19 @@ class Segment(NamedTuple):
         return first, max(first, last)
 
     def has_fully_masked_rows(self) -> bool:
-        """Return True if some query sees no key."""
+        """Return True if at least one query attends to no key."""
         first, last = self.rows_with_keys()
         return last - first < self.q1 - self.q0
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of keys, counted from k0, that any of the queries ``[first, last)`` sees."""
+        """Return the range of keys, counted from k0, that any of the queries ``[first, last)`` attends to."""
         keys = self.k1 - self.k0
         begin = 0 if self.window_left is None else max(0, first - self.window_left)
         end = keys if self.window_right is None else min(keys, last + self.window_right)
         return begin, max(begin, end)
 
     def part(self, first: int, last: int) -> Segment | None:
-        """Return queries ``[first, last)``, counted from q0, with the keys that any of these queries sees.
+        """Return queries ``[first, last)``, counted from q0, with all keys that they attend to.
 
         A window limit that hides nothing there becomes None. Returns None if no key is seen.
         """
@@ -93,14 +98,18 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if kernels without windows can compute the segment: all pairs, or a square causal mask."""
+        """True if kernels without window support can compute the segment: all pairs, or a square causal
+        mask.
+        """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention call without its tensors; see ``attention`` for the fields.
+    """An attention call without its tensors.
+
+    ``attention`` documents the fields.
 
     Calls with equal specs, shapes and dtypes are computed the same way, so plans may be cached by them.
 
@@ -126,7 +135,7 @@ class AttentionSpec:
 def dense_segments(
     queries: int, keys: int, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the single segment of a call that is not packed."""
+    """Return the single segment of an attention call without packed sequences."""
     return tuple(_limited([(0, queries, 0, keys)], causal, window, offset))
 
 
@@ -134,7 +143,10 @@ def dense_segments(
 def packed_segments(
     packed: PackedSequences, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return one segment per sequence, in order, including the sequences without queries."""
+    """Return one segment per packed sequence, in order.
+
+    Sequences without queries are included.
+    """
     spans, q, k = [], 0, 0
     for queries, keys in zip(packed.query_lengths, packed.key_lengths, strict=True):
         spans.append((q, q + queries, k, k + keys))
@@ -155,7 +167,10 @@ def _with_window(span: tuple[int, int, int, int], causal: bool, window: Window, 
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
-    """Give each span its window; a limit that hides nothing in any span is dropped."""
+    """Assign each span its window.
+
+    A limit that hides no key in any span is dropped.
+    """
     segments = [_with_window(span, causal, window, offset) for span in spans]
     if all(s.window_left is None or s.window_left >= s.q1 - s.q0 - 1 for s in segments):
         segments = [s._replace(window_left=None) for s in segments]
@@ -165,7 +180,9 @@ def _limited(
 
 
 def forbidden_pairs(segment: Segment, device: torch.device) -> Tensor | None:
-    """Return a ``[queries, keys]`` mask, True where the window hides a pair, or None if it hides no pair.
+    """Return a ``[queries, keys]`` mask that is True for pairs outside the window.
+
+    Return None if all pairs are inside.
 
     Use this for references and small calls only: memory grows with queries × keys.
     """
@@ -189,7 +206,7 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return all segments' window relative to the last query at the last key, or None if they differ.
+    """Return the window of all segments relative to the last query at the last key, or None if they differ.
 
     flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band lies
     entirely on one side of that diagonal.
@@ -208,7 +225,9 @@ def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
 
 
 def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two int32 tensors ``[queries]``: the first key that each query sees, and the end of its keys."""
+    """Return the first visible key and the end of the visible keys of each query, two int32 ``[queries]``
+    tensors.
+    """
     begins, ends = [], []
     for s in segments:
         position = torch.arange(s.q1 - s.q0, dtype=torch.int32)

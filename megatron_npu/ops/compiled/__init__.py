@@ -1,4 +1,4 @@
-"""Compiled CPU kernels that make one pass over memory where torch makes several.
+"""Provide compiled CPU kernels that make one pass over memory where torch makes several.
 
 ``kernels.cpp`` contains them; ``products`` covers matmuls and ``attention`` whole attention calls.
 ``building`` compiles the kernels if g++ is installed, and ``abi`` calls the kernels and checks their
@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def available() -> bool:
-    """Return True if the kernels are loaded and torch.compile is not tracing."""
+    """Return True if the compiled kernels are loaded and torch.compile is not tracing."""
     return not torch.compiler.is_compiling() and library() is not None
 
 
@@ -40,7 +40,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Replace values with ``exp(values - reference)``, and add the row sums to ``sums``, unrounded.
+    """Replace ``values`` with ``exp(values - reference)``, and add the unrounded row sums to ``sums``.
 
     Args:
         values: ``[n, m]``, for which ``usable`` is True; changed in place.
@@ -51,7 +51,7 @@ def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
 
 
 def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return ``gelu(input + bias)`` (tanh form), and its derivative or None.
+    """Return ``gelu(input + bias)`` (tanh form), and its derivative if ``with_slope`` is set.
 
     Args:
         input: ``[..., h]``, ``usable``, as the results are.
@@ -70,7 +70,7 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the elementwise product ``left · right``, ``[..., h]``, and its sum over rows, fp32 ``[h]``."""
+    """Return the elementwise product ``[..., h]`` of two tensors, and its sum over rows, fp32 ``[h]``."""
     output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
     abi.product_and_sum(left, right, output, sums)
     return output, sums
@@ -79,7 +79,7 @@ def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a norm's input ``[n, h]``, factor and bias ``[h]``, the last two in fp32.
+    """Return the gradients of a norm's input ``[n, h]``, and of its factor and bias ``[h]`` in fp32.
 
     Args:
         grad: gradient of the output, ``[n, h]``, for which ``usable`` is True.
@@ -95,7 +95,9 @@ def norm_backward(
 
 
 class Kept(NamedTuple):
-    """The values that dropout keeps: those whose 16 random bits, read as an int16, are at most ``most``.
+    """The values that dropout keeps.
+
+    A value is kept if its 16 random bits, read as an int16, are at most ``most``.
 
     Attributes:
         bits: int64, one element for four values; contiguous.
@@ -110,7 +112,9 @@ _EVERYTHING = (None, 0)  # is kept
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Write the softmax over the last dimension to ``rounded`` and, unrounded, to ``weights``.
+    """Compute the softmax over the last dimension.
+
+    Write it to ``rounded`` and, unrounded, to ``weights``.
 
     Args:
         scores: ``[..., m]``, fp32, for which ``usable`` is True.
@@ -134,7 +138,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
-    """Add ``factor · part`` to ``total``, in one pass even for an fp32 total and a bf16 part.
+    """Add ``factor · part`` to ``total`` in one pass, also for an fp32 total and a bf16 part.
 
     torch would first copy a part whose dtype differs. Tensors that the kernel does not support are added by
     torch.
@@ -150,7 +154,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
-    """Return True if ``accumulate`` has a kernel for a total whose rows, or heads, are contiguous."""
+    """Return True if ``accumulate`` has a kernel for a total, whose rows or heads must be contiguous."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
     return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

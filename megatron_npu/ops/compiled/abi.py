@@ -1,4 +1,4 @@
-"""Interface to the compiled kernels, which are called only here; each kernel's arguments are checked.
+"""Call the compiled kernels, and check the arguments of each call.
 
 A kernel receives addresses and sizes and cannot check them. Therefore, the memory, dtype, shape and strides
 of each tensor are checked here, and tensors that a kernel would misread or write past raise an error. Callers
@@ -30,7 +30,7 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 
 
 class Weighting(NamedTuple):
-    """How weights are computed: ``gain · kept(softmax(scale · query · keyᵀ))``.
+    """The computation of attention weights: ``gain · kept(softmax(scale · query · keyᵀ))``.
 
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one key.
 
@@ -96,7 +96,7 @@ _KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor is a plain CPU tensor, whose memory holds its values."""
+    """Return True if a tensor is a plain CPU tensor whose memory contains its values."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:
         return False
     # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
@@ -104,7 +104,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return True if elements share memory, or may share it; such a tensor (an expanded one) is read-only."""
+    """Return True if elements of a tensor may share memory.
+
+    Such a tensor, for example an expanded one, is read-only.
+    """
     if tensor.is_contiguous():
         return False
     extent = 1
@@ -132,7 +135,7 @@ def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
 
 
 def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> None:
-    """Call the kernel with input, output and slope ``[..., h]``, and an fp32 bias ``[h]``."""
+    """Call the GELU kernel with input, output and slope ``[..., h]``, and an fp32 bias ``[h]``."""
     shape, dtype, width = input.shape, input.dtype, input.size(-1)
     _call(
         f"gelu_{_name_of(dtype)}",
@@ -145,7 +148,7 @@ def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> N
 
 
 def product_and_sum(left: Tensor, right: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Call the kernel with left, right and output ``[..., h]``, and fp32 sums ``[h]``."""
+    """Call the product kernel with left, right and output ``[..., h]``, and fp32 sums ``[h]``."""
     shape, dtype, width = left.shape, left.dtype, left.size(-1)
     _call(
         f"product_and_sum_{_name_of(dtype)}",
@@ -165,7 +168,7 @@ def norm_backward(
     factor: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Call the kernel with gradients and input ``[n, h]``, and with fp32 statistics and factors.
+    """Call the norm's backward kernel with gradients and input ``[n, h]``, and fp32 statistics and factors.
 
     The mean and rstd are ``[n, 1]``; the factor and its gradients are ``[h]``.
     """
@@ -187,7 +190,7 @@ def norm_backward(
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """Call the kernel with tensors ``[..., m]``: fp32 scores and weights, and bf16 rounded weights.
+    """Call the softmax kernel with ``[..., m]`` tensors: fp32 scores and weights, and bf16 rounded weights.
 
     The random bits are int64, with one element for four values.
     """
@@ -203,7 +206,10 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tenso
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """Call the kernel; shapes and dtypes are those of ``softmax``."""
+    """Call the softmax backward kernel.
+
+    Shapes and dtypes are those of ``softmax``.
+    """
     shape, width = grad.shape, grad.size(-1)
     _call(
         "softmax_backward_bfloat16",
@@ -216,7 +222,9 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tenso
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
-    """Call the kernel with an fp32 total with contiguous rows and a bf16 part, both ``[n, ...]``."""
+    """Call the accumulation kernel with an fp32 total, whose rows are contiguous, and a bf16 part ``[n,
+    ...]``.
+    """
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
     address = _contiguous("part", part, _BFLOAT, part.shape)
     _check(has_contiguous_rows(total), "total", total, "with contiguous rows that do not overlap")
@@ -228,7 +236,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Return True if each row of ``[n, ...]`` is contiguous and no two overlap."""
+    """Return True if each row of ``[n, ...]`` is contiguous and no rows overlap."""
     if tensor.dim() < 2 or not tensor.size(0):
         return False
     return tensor.is_contiguous() or (tensor[0].is_contiguous() and not overlaps(tensor))
@@ -244,7 +252,9 @@ def product(
     add: bool,
     paired: bool,
 ) -> None:
-    """Multiply bf16 matrices ``[b, n, m]`` and ``[b, m, k]``, each with a stride of 1 in one dimension.
+    """Multiply bf16 matrices ``[b, n, m]`` and ``[b, m, k]``.
+
+    Each must have a stride of 1 in one dimension.
 
     The output is ``[b, n, k]``, fp32 or bf16, with contiguous rows; the bias is ``[k]`` in fp32.
     """
@@ -266,7 +276,7 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, arithmetic: str) -> None:
-    """Call the kernel with bf16 operands ``[n, m]`` and ``[m, k]``, each with a unit stride.
+    """Call the matmul kernel with bf16 operands ``[n, m]`` and ``[m, k]``, each with a unit stride.
 
     The total is ``[n, k]``, fp32 and row-major.
     """
@@ -291,7 +301,9 @@ def exponentials_of_product(
     sums: Tensor,
     arithmetic: str,
 ) -> None:
-    """Call the kernel with the operands of ``add_product``, and a bf16 output ``[n, k]``.
+    """Call the kernel that exponentiates a matmul's result.
+
+    The operands are those of ``add_product``, and the output is bf16 ``[n, k]``.
 
     The bias is ``[k]`` and the other tensors are ``[n]``, all in fp32.
     """
@@ -315,7 +327,7 @@ def attention_forward(
     normalizer: Tensor,
     arithmetic: str,
 ) -> None:
-    """Call the kernel with operands ``[heads, rows or keys, d or dv]``.
+    """Call the attention kernel with operands ``[heads, rows or keys, d or dv]``.
 
     The output is ``[heads, rows, dv]``, and the normalizer is fp32.
     """
@@ -338,7 +350,10 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     arithmetic: str,
 ) -> None:
-    """Call the kernel with the arguments of ``attention_forward``; gradients have the operands' shapes."""
+    """Call the attention backward kernel.
+
+    The gradients have the shapes of the operands.
+    """
     query, key, value = factors
     of_output = (*query.shape[:2], value.size(2))
     dtype = _dtype_of(arithmetic)
@@ -397,7 +412,10 @@ def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor; raise an error unless it has the given dtype and shape."""
+    """Return the address of a contiguous tensor.
+
+    Raise an error unless it has the given dtype and shape.
+    """
     # what ``is_plain`` asks is here once more: calls of small tensors are the time of such questions
     if tensor.dtype is dtype and tensor.shape == shape and type(tensor) in _PLAIN and tensor.is_cpu:
         address = tensor.data_ptr()
@@ -411,7 +429,10 @@ def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 def _strided(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
 ) -> int:
-    """Return the address of a tensor with any strides; if it is written to, no two elements share memory."""
+    """Return the address of a tensor with any strides.
+
+    If it is written to, no two elements may share memory.
+    """
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain(tensor):
         _refuse(what, tensor, f"a {dtype} {list(shape)} in a CPU's memory")
     if written and overlaps(tensor):
@@ -494,7 +515,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
-    """Return a library's kernels by name, with their argument types declared.
+    """Return a library's kernels by name, with declared argument types.
 
     Raises:
         RuntimeError: the library was compiled from other sources.

@@ -1,4 +1,4 @@
-"""Attention of fp32 or bf16 heads with one kernel (``attention.cpp``); scores stay in a core's cache."""
+"""Compute attention of fp32 or bf16 heads with one kernel that keeps scores in a core's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["Factors", "Weighting", "backward", "forward", "takes"]
 
 
 class Factors(NamedTuple):
-    """The operands: all fp32 or all bf16, with any strides except in the last dimension.
+    """The operands of attention, all fp32 or all bf16.
+
+    The last dimension must be contiguous.
 
     Attributes:
         query: ``[heads, rows, d]``.
@@ -29,14 +31,14 @@ class Factors(NamedTuple):
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Return True if the kernel is worthwhile for this dtype on this processor."""
+    """Return True if the attention kernel is worthwhile for this dtype on this processor."""
     if dtype is torch.bfloat16:
         return products.has_kernel()
     return dtype is torch.float32 and products.has_avx512() and library() is not None
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write weights · values to ``output``, and the logarithm of each row's sum to ``normalizer``.
+    """Write the attention output to ``output``, and the logarithm of each row's sum to ``normalizer``.
 
     Args:
         factors: query, key and value.
@@ -55,7 +57,7 @@ def backward(
     grad: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the gradients of queries, keys and values.
+    """Write the gradients of queries, keys and values to ``gradients``.
 
     Args:
         factors: see ``forward``.

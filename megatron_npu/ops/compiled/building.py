@@ -1,4 +1,4 @@
-"""Compile the kernels for this CPU, once per user and compiler, and load them."""
+"""Compile the CPU kernels, once per user and compiler, and load them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _WITHOUT = f"set {settings.COMPILED.name}=0"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, or None if they are disabled or unavailable; the reason is logged.
+    """Return the compiled kernels.
+
+    Return None, and log the reason, if they are disabled or unavailable.
 
     Raises:
         FallbackForbiddenError: the kernels are unavailable, and strict mode is enabled.
@@ -45,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the kernels now if this process will use them, rather than in its first training step.
+    """Compile the kernels now, rather than in the first training step, if this process will use them.
 
     One process per machine compiles the kernels; the others wait for it.
     """
@@ -54,7 +56,7 @@ def prepare() -> None:
 
 
 def folder() -> Path:
-    """Return the folder of compiled kernels in the user's cache; it may not exist yet."""
+    """Return the cache folder of compiled kernels, which may not exist yet."""
     return user_cache.root() / "kernels"
 
 
@@ -77,7 +79,9 @@ class _Symbol(ctypes.Structure):
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that libtorch is linked to; another one would start its own threads.
+    """Return the OpenMP library that libtorch is linked to.
+
+    Another OpenMP library would start its own threads.
 
     Other OpenMP libraries may be loaded too: scikit-learn's wheel includes one that torch never calls.
 
@@ -98,7 +102,7 @@ def _openmp() -> Path:
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file that provides a function to a library or a library that it links to; may be empty."""
+    """Return the file that provides a function to a library, or an empty string."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Matmuls of bf16 matrices with fp32 sums (``products.cpp``), used on CPUs where they are faster."""
+"""Multiply bf16 matrices with fp32 accumulation, on CPUs where our kernel is faster than oneDNN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """The ways in which our kernel can multiply bf16 on this processor."""
+    """The instructions with which our kernel can multiply bf16 matrices on a processor."""
 
     WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
     PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
@@ -28,7 +28,9 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return True if our kernel should do all bf16 matmuls, because oneDNN takes at least twice as long.
+    """Return True if our kernel should do all bf16 matmuls.
+
+    This requires that oneDNN takes at least twice as long.
 
     Where both are equally fast (``has_kernel``), our kernel does only the matmuls for which torch needs
     copies: batches of strided heads, results in fp32, and products added to a tensor.
@@ -38,7 +40,7 @@ def are_fastest() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return True if ``multiply`` is worthwhile on this processor."""
+    """Return True if our matmul kernel is worthwhile on this processor."""
     return _usable_arithmetic() is not None
 
 
@@ -56,7 +58,7 @@ def _arithmetic() -> Arithmetic | None:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return True if this processor has AVX-512, which some of the kernels require."""
+    """Return True if this processor has AVX-512, which some kernels require."""
     return _features_of(_processor()) >= _AVX512
 
 
@@ -94,7 +96,7 @@ def _usable_arithmetic() -> Arithmetic | None:
 
 
 def pairs() -> bool:
-    """Return True if the kernel uses bf16 dot products, and False if it widens to fp32."""
+    """Return True if the kernel uses bf16 dot products, and False if it converts bf16 to fp32."""
     return _arithmetic() is Arithmetic.PAIRED
 
 
@@ -128,7 +130,9 @@ def multiply(
     factor: float = 1.0,
     add: bool = False,
 ) -> Tensor:
-    """Write ``factor · left · right + bias`` to ``out`` and return it; sums are fp32 and rounded once.
+    """Write ``factor · left · right + bias`` to ``out`` and return it.
+
+    Sums are accumulated in fp32 and rounded once.
 
     Args:
         left: ``[n, m]`` or ``[b, n, m]``, with strides that ``takes`` accepts.
@@ -146,7 +150,7 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return True if ``add`` should handle these operands: bf16 matrices and an fp32 sum.
+    """Return True if ``add`` should handle these operands, which must be bf16 matrices and an fp32 total.
 
     oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
     """
@@ -169,12 +173,12 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``exponentials`` should handle these operands: bf16 matrices."""
+    """Return True if ``exponentials`` should handle these operands, which must be bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
-    """Return ``exp(left · right + bias - reference)``, and add its row sums to ``sums``, unrounded.
+    """Return ``exp(left · right + bias - reference)``, and add its unrounded row sums to ``sums``.
 
     Args:
         left: ``[n, m]``, bf16.
@@ -195,7 +199,7 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
 
 
 def _shown(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that makes a kernel visible to torch's profiler, if one is active."""
+    """Return a context manager that shows a kernel in torch's profiler if a profiler is active."""
     return record_function(f"megatron_npu::{name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 

@@ -1,1 +1,1 @@
-"""Operations for mixture of experts: routing, permutation and grouped matmuls."""
+"""Provide operations for mixture of experts: routing, permutation and grouped matmuls."""

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, which selects the experts of each token and their weights.
+"""Compute the router of a mixture of experts, which selects the experts of each token and their weights.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
@@ -23,7 +23,7 @@ _EPSILON = 1e-20  # added to the sum of scores that are divided by it
 
 
 class Routing(NamedTuple):
-    """Settings that determine how experts are chosen.
+    """Settings that determine how experts are selected.
 
     Attributes:
         topk: the number of experts per token.
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
 
 
 def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the weight of each expert for each token (0 if it is not chosen), and the chosen experts.
+    """Return each token's weight for each expert (0 if it is not selected), and the selected experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -131,7 +131,7 @@ _ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _best_in_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Return ``scores`` with -inf outside the chosen groups."""
+    """Return ``scores`` with -inf for experts outside the selected groups."""
     grouped = scores.unflatten(1, (routing.groups, -1))
     worth = grouped.topk(routing.counted, dim=-1).values.sum(-1)
     best = torch.zeros_like(worth, dtype=torch.bool).scatter(
@@ -190,7 +190,7 @@ def _full(shape: torch.Size, value: float, dtype: torch.dtype, device: torch.dev
 
 
 def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the scores and the indices of the chosen experts, best first."""
+    """Return the scores and the indices of the selected experts, best first."""
     if routing.chosen_groups:
         grouped = scores.unflatten(1, (routing.groups, -1))
         worth = (
@@ -208,7 +208,7 @@ def _map_of(chosen: Tensor, logits: Tensor) -> Tensor:
 
 
 class _SoftmaxOfChosen(torch.autograd.Function):
-    """Softmax over the chosen logits; since the others are 0, its gradient is that of a softmax over all."""
+    """Softmax over the logits of the selected experts; its gradient is that of a softmax over all experts."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ class _SoftmaxOfChosen(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """Sigmoid or sqrtsoftplus scores divided by their sum, for the chosen experts or for all of them.
+    """Normalized sigmoid or sqrtsoftplus scores of the selected experts or of all experts.
 
     With the weights w = s / sum(s), grad_x = w (grad - sum(w grad)) s'/s: softmax's gradient, times a factor.
     """
@@ -306,7 +306,7 @@ _NPU_EXPERTS, _NPU_ALIGNED = 2048, 32
 
 
 def _kernel_takes(logits: Tensor, routing: Routing) -> bool:
-    """Return True if ``npu_moe_gating_top_k`` supports this router; otherwise torch's operations are used."""
+    """Return True if ``npu_moe_gating_top_k`` supports this router. Torch's operations are used otherwise."""
     experts, groups = logits.size(1), routing.groups if routing.chosen_groups else 1
     each = experts // groups
     scored = routing.before if routing.score == "softmax" else routing.score == "sigmoid" and routing.topk > 1
@@ -345,7 +345,7 @@ def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> t
 
 
 class _SoftmaxByKernel(torch.autograd.Function):
-    """Compute all scores and the chosen experts; torch_npu has a gradient only for sigmoid scores."""
+    """Compute all scores and the selected experts with the kernel, which has a gradient only for sigmoid."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

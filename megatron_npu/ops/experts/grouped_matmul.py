@@ -1,4 +1,4 @@
-"""Grouped matmul, in which each group of rows has its own weight."""
+"""Compute grouped matmuls, in which each group of rows has its own weight."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def grouped_linear(
     counts: Tensor | Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Multiply the first ``counts[0]`` rows by ``weights[0]`` transposed and add ``biases[0]``, and so on.
+    """Multiply the first ``counts[0]`` rows by ``weights[0]`` transposed, add ``biases[0]``, and so on.
 
     This is ``grouped_matmul`` for experts with separate weight tensors, which are not copied.
 
@@ -98,7 +98,7 @@ _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, g
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Three grouped matmuls, which compute the result and the gradients of both factors."""
+    """Compute a grouped matmul, and the gradients of both operands with two more grouped matmuls."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The same three matmuls for separate weights ``[o, i]``, whose gradients are views of one tensor."""
+    """Compute a grouped matmul with separate weights ``[o, i]``, whose gradients are views of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _by_expert_cpu(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
 
 
 def _beyond_cuda(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return the limit of torch's ``grouped_mm`` (2.13) that the call exceeds, or None."""
+    """Return the limit of torch's ``grouped_mm`` (2.13) that the operands exceed, or None."""
     if not isinstance(other, Tensor):
         return None
     if rows.dtype is not torch.bfloat16:
@@ -198,7 +198,9 @@ _NPU_LIMITS = (
 
 
 def _beyond_npu(rows: Tensor, other: Weights, counts: Tensor) -> str | None:
-    """Return the documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) that is exceeded, or None."""
+    """Return the documented limit of ``npu_grouped_matmul`` (torch_npu 2.13) that the operands exceed, or
+    None.
+    """
     experts, factor = (_NPU_EXPERTS, other) if isinstance(other, Tensor) else (_NPU_WEIGHTS, other[0])
     if max(rows.size(1), factor.size(-1)) >= _NPU_SIZE:
         return f"npu_grouped_matmul supports sizes below {_NPU_SIZE}"

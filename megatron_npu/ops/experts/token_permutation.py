@@ -1,4 +1,4 @@
-"""Sort tokens by expert, and restore their order.
+"""Sort tokens by expert, and restore their original order.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
 case in which every token goes to the same number of experts and none is dropped.
@@ -15,7 +15,9 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 def permute_tokens(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token to its experts; rows are grouped by expert and keep the token order within a group.
+    """Copy each token to its experts.
+
+    Rows are grouped by expert, and keep the token order within each group.
 
     Args:
         tokens: ``[t, h]``, fp32, bf16 or fp16.
@@ -51,7 +53,7 @@ def unpermute_tokens(
     probs: Tensor | None = None,
     routing_map: Tensor | None = None,
 ) -> Tensor:
-    """Sum the copies of each token, weighted by their probabilities if there are any.
+    """Sum the copies of each token, weighted by their probabilities if these are given.
 
     Args:
         rows: ``[t * copies, h]``.
@@ -94,7 +96,9 @@ _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute each copy's row: its expert's first row plus the number of that expert's earlier tokens."""
+    """Compute the row of each copy: the first row of its expert plus the number of the expert's earlier
+    tokens.
+    """
     counted = routing_map.cumsum(0)
     ends = counted[-1:].cumsum(1)
     rows = (counted - 1 + ends - counted[-1:]).masked_select(routing_map)  # by token, experts ascending
@@ -124,7 +128,7 @@ _LIMITS = (
 
 
 def _beyond_npu(tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int) -> str | None:
-    """Return the limit of ``npu_moe_token_permute_with_routing_map`` that the call exceeds, or None."""
+    """Return the limit of ``npu_moe_token_permute_with_routing_map`` that the arguments exceed, or None."""
     kernel = "npu_moe_token_permute_with_routing_map"
     if copies >= _NPU_COPIES:
         return f"{kernel} supports fewer than {_NPU_COPIES} experts per token, but got {copies}"

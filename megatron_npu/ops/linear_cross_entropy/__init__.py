@@ -1,4 +1,4 @@
-"""Fused output layer and cross-entropy, which never hold the full logits in memory."""
+"""Fuse the output layer with cross-entropy, so that the full logits are never in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the loss in blocks of the vocabulary; backward recomputes them, so that no logits are saved."""
+"""Compute the fused loss in blocks of the vocabulary, which the backward pass recomputes to save memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums are computed: fp32, or fp64 for fp64 tensors."""
+    """Return the dtype in which sums are accumulated: fp32, or fp64 for fp64 tensors."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the rows of ``weight``; ``hidden`` is ``[t, h]``."""
+    """Yield slices that cover the rows of ``weight``.
+
+    ``hidden`` is ``[t, h]``.
+    """
     on_cpu = hidden.device.type == "cpu"
     width = max(_NARROWEST, (_LOGITS_ON_CPU if on_cpu else _LOGITS) // max(1, hidden.size(0)))
     width -= _APART if on_cpu else 0
@@ -37,24 +40,29 @@ def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
-    """Return the block's part of the bias, or None."""
+    """Return the part of the bias for a block of the vocabulary, or None without a bias."""
     return None if bias is None else bias[block]
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a block, ``[t, 1]`` (0 outside it), and whether it is in the block."""
+    """Return each target's column in a vocabulary block, ``[t, 1]`` (0 if outside), and whether it is
+    inside.
+    """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 
 
 def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
-    """Return the logits ``[t]`` of the targets in the block, and 0 for other targets."""
+    """Return the logits ``[t]`` of the targets inside a vocabulary block, and 0 for other targets."""
     column, inside = columns(local, block)
     return logits.gather(1, column).to(precise(logits)).mul_(inside).squeeze(1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward computes the normalizer over all blocks; backward recomputes probabilities."""
+    """Fused loss that computes the normalizer over all blocks.
+
+    The backward pass recomputes the probabilities.
+    """
 
     @staticmethod
     def forward(
@@ -88,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """Accumulates gradients of ``rows``, ``weight`` and bias from those of the logits, block by block.
+    """Accumulates gradients of ``rows``, ``weight`` and the bias from the logits' gradients, block by block.
 
     ``rows`` is ``[t, h]``, ``weight`` is ``[v, h]``.
 
@@ -111,7 +119,9 @@ class Gradients:
         self.d_weight = torch.empty_like(weight) if own else None
 
     def add(self, block: slice, grad: Tensor) -> None:
-        """Add the gradient ``[t, words of the block]`` of a block's logits, in the dtype of the rows."""
+        """Add the contribution of a block's logits, whose gradient is ``[t, words of the block]`` in the
+        rows' dtype.
+        """
         if self.d_rows is not None:
             add_product(self.d_rows, grad, self.weight[block].t())
         if self.d_weight is not None:
@@ -126,7 +136,7 @@ class Gradients:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the three gradients, in the dtypes of ``hidden``, weight and bias."""
+        """Return the gradients of rows, weight and bias, in the dtypes of ``hidden``, weight and bias."""
         if self.d_rows is None:
             return None, self.d_weight, self.d_bias
         return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight, self.d_bias

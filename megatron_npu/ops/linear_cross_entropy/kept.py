@@ -1,4 +1,4 @@
-"""Save exponentials in place of logits from forward to backward, which takes two matmuls per block."""
+"""Save exponentials of the logits for the backward pass, so that each block takes only two matmuls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A loss whose forward saves ``e = exp(z - r)``; the probabilities are ``e · exp(r - n)``.
+    """Fused loss whose forward pass saves ``e = exp(z - r)``.
+
+    The probabilities are ``e · exp(r - n)``.
 
     n is the normalizer. The factor is the same for a whole row, so backward applies it to the rows of the
     operands and results of its matmuls instead of to each logit. At the targets, ``e - exp(n - r)`` is stored
@@ -65,7 +67,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Exponentials:
-    """The exponentials of the logits in blocks of columns, their row sums, and the logits of the targets."""
+    """The exponentials of the logits in blocks of columns, with their row sums and the logits of the
+    targets.
+    """
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor) -> None:
         self.rows, self.weight, self.bias, self.local = rows, weight, bias, local
@@ -76,7 +80,7 @@ class _Exponentials:
             self.fill(self._largest())
 
     def fill(self, reference: Tensor) -> None:
-        """Compute ``exp(z - reference)`` of every block."""
+        """Compute ``exp(z - reference)`` for every block of the logits."""
         self.reference, self.blocks = reference, list[Tensor]()
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
         if products.has_exponentials(self.rows, self.weight.t()):
@@ -85,7 +89,9 @@ class _Exponentials:
             self._fill_from_logits()
 
     def _fill_by_products(self) -> None:
-        """Multiply and exponentiate in one call; the logits are neither rounded nor written to memory."""
+        """Compute matmuls and exponentials in one call, without rounding the logits or writing them to
+        memory.
+        """
         for block in vocabulary_blocks(self.rows, self.weight):
             words, bias = self.weight[block].t(), part_of(self.bias, block)
             self.blocks.append(products.exponentials(self.rows, words, bias, self.reference, self.sums))
@@ -122,11 +128,11 @@ class _Exponentials:
         return product(self.rows, self.weight[block], part_of(self.bias, block))
 
     def normalizer(self) -> Tensor:
-        """Return the logarithm of the sum of ``exp(z)``, ``[t]``."""
+        """Return the logarithm of each row's sum of ``exp(z)``, ``[t]``."""
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
-        """Return True if a row's sum is outside the representable range, or will be at its target.
+        """Return True if a row's sum, or later the value at its target, is outside the representable range.
 
         The range is that of the exponentials.
         """
@@ -137,7 +143,10 @@ class _Exponentials:
         return torch.stack(maxima).amax(0).to(self.reference.dtype)
 
     def subtract_targets(self, normalizer: Tensor) -> None:
-        """Subtract ``exp(normalizer - reference)`` at the targets, which gives the logits' gradient there."""
+        """Subtract ``exp(normalizer - reference)`` at the targets.
+
+        This turns the exponentials there into the logits' gradient.
+        """
         at_target = (self.predicted - self.reference).exp_() - (normalizer - self.reference).exp_()
         for (tokens, columns), part in zip(self.targets, self.blocks, strict=True):
             if tokens.numel():
@@ -145,7 +154,7 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each block of the vocabulary, the tokens whose targets are in the block, and their columns.
+    """Return, for each vocabulary block, the tokens whose targets are in the block and the targets' columns.
 
     Args:
         local: ``[t]``, the targets, some of which are in no block.

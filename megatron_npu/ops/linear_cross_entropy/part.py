@@ -1,4 +1,4 @@
-"""A rank's part of the vocabulary, and the destination of its weight gradient."""
+"""Describe a rank's part of the vocabulary and the destination of its weight gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """The arguments of an implementation besides its tensors; see ``linear_cross_entropy``.
+    """Non-tensor arguments of an implementation of ``linear_cross_entropy``.
 
     Attributes:
         start: ``vocab_start``.

@@ -1,4 +1,4 @@
-"""Reference implementation in plain torch, which computes all logits at once."""
+"""Compute the fused loss in plain torch from all logits at once, as the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.ops.linear_cross_entropy.part import Part
 def reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
-    """Return the loss ``[...]``, differentiated by autograd."""
+    """Return the loss ``[...]``, which autograd differentiates."""
     if part.main_grad is not None:
         weight = _AddTo.apply(weight, part.main_grad)
     logits = F.linear(hidden, weight, bias)
@@ -25,7 +25,7 @@ def reference(
 
 
 class _AddTo(torch.autograd.Function):
-    """Return the weight itself, with its gradient added to ``main_grad``."""
+    """Return the weight unchanged, and add its gradient to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:

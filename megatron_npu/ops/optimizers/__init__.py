@@ -1,1 +1,1 @@
-"""Optimizers and multi-tensor operations."""
+"""Provide optimizers and multi-tensor operations."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW optimizers with the interface of FusedAdam in apex and TransformerEngine."""
+"""Implement Adam and AdamW with the interface of FusedAdam in apex and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state, and drop the values cached for the old tensors."""
+        """Restore from a copy, a pickle or a state dict, and drop values cached for the old tensors."""
         super().__setstate__(state)
         self._known = {}
 
@@ -135,13 +135,13 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Create the state of shards that are empty on this rank too, in one order: all ranks save it."""
+        """Create the state of shards that are empty on this rank. All ranks save states in the same order."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` in the next step, possibly without changing the tensors."""
+        """Multiply the gradients by ``factor`` in the next step, without necessarily changing the tensors."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
@@ -178,7 +178,7 @@ class FusedAdam(FusedOptimizer):
                 row.weight.copy_(row.main)
 
     def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
-        """Update the parameters that the GPU kernel supports, and return the others."""
+        """Update the parameters that the GPU kernel supports, and return the remaining parameters."""
         weights = (self._row(parameter).weight for parameter in parameters)
         first = next((weight for weight in weights if weight.numel()), None)
         if first is None or not adam_update.has_kernel(first):
@@ -236,7 +236,7 @@ class FusedAdam(FusedOptimizer):
             self.set_scaled_state(parameter, "master_param", parameter.detach())
 
     def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
-        """Return True if this part of a parameter's state is kept in host memory."""
+        """Return True if a state of this parameter is kept in host memory."""
         fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
         return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
 
@@ -248,7 +248,7 @@ class FusedAdam(FusedOptimizer):
         return super()._placed(parameter, name, value)
 
     def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """Return the names of a parameter's states, with the dtypes they are stored in."""
+        """Return the names of a parameter's states, with their storage dtypes."""
         precise = torch.promote_types(parameter.dtype, torch.float32)
         dtypes = {name: precise if d is torch.float32 else d for name, d in self._dtypes.items()}
         if not self.master_weights or (parameter.dtype is precise and not self.use_decoupled_grad):
@@ -267,7 +267,7 @@ class FusedAdam(FusedOptimizer):
         return getattr(parameter, "decoupled_grad", None) if self.use_decoupled_grad else parameter.grad
 
     def _row(self, parameter: Tensor, grad: Tensor | None = None) -> Row:
-        """Return this rank's parts of a parameter, its gradient and its state, which is created if missing.
+        """Return this rank's parts of a parameter, its gradient and its state, creating a missing state.
 
         Args:
             parameter: a parameter of this optimizer.
@@ -287,7 +287,7 @@ class FusedAdam(FusedOptimizer):
         return replace(row, scales=self._scales_of(parameter, row))
 
     def _scales_of(self, parameter: Tensor, row: Row) -> tuple[Tensor, ...]:
-        """Return the scales of a parameter's state; empty if no part of the state is fp16."""
+        """Return the scales of a parameter's state, or an empty tuple if no part of the state is fp16."""
         kept = (row.first, row.second, row.main if row.main is not row.weight else row.first)
         if all(tensor.dtype is not torch.float16 for tensor in kept):
             return ()
@@ -315,7 +315,10 @@ class FusedAdam(FusedOptimizer):
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, including decoupled ones; ``set_to_none`` overrides the constructor."""
+        """Clear the gradients, including decoupled ones.
+
+        ``set_to_none`` overrides the constructor's setting.
+        """
         super().zero_grad(set_to_none)
         forget = self.set_grad_none if set_to_none is None else set_to_none
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -326,7 +329,7 @@ class FusedAdam(FusedOptimizer):
                 grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in its stored dtypes, with ``scales`` (fp32 ``[3]``) if any part of it is fp16."""
+        """Return the state in its storage dtypes, with ``scales`` (fp32 ``[3]``) if a part of it is fp16."""
         result = super().state_dict()
         for group, saved_group in zip(self.param_groups, result["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
@@ -362,7 +365,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def _convert(self, parameter: Tensor, scales: Tensor | None) -> None:
-        """Convert a parameter's loaded state to the dtypes and memory that this optimizer uses."""
+        """Convert a parameter's loaded state to this optimizer's dtypes and memory."""
         loaded = self.state[parameter]
         loaded.pop("scales", None)
         self._scales.pop(parameter, None)

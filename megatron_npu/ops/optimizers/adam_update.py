@@ -1,4 +1,4 @@
-"""One step of Adam or AdamW over lists of tensors: the formula, and the kernels for each device."""
+"""Compute one step of Adam or AdamW over lists of tensors: the formula, and a kernel for each device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Settings of one step of a parameter group.
+    """Settings of one Adam step of a parameter group.
 
     Attributes:
         number: the number of the step, counted from 1; None means no bias correction.
@@ -50,7 +50,7 @@ def _adam_reference(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step in place by evaluating the formulas one after another."""
+    """Take one Adam step in place by evaluating the formulas in sequence."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -76,7 +76,7 @@ def _adam_torch(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step with torch's fused kernels, in one pass over memory."""
+    """Take one Adam step with torch's fused kernels, in one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
     number = math.inf if step.number is None else float(step.number)
     at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
@@ -109,7 +109,10 @@ def _adam_cuda(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Use the same kernel for narrow states, so that results match those of wide states bit for bit."""
+    """Take one Adam step on a GPU with the same kernel for 16-bit states as for fp32 states.
+
+    The results are therefore bitwise identical to those with fp32 states.
+    """
     rows = [Tensors(*row, None) for row in zip(targets, grads, first, second, strict=True)]
     if rows and takes_kernel("adam", targets[0]) and all(map(takes, rows)):
         update_by_kernel(rows, step, 1.0)
@@ -118,7 +121,7 @@ def _adam_cuda(
 
 
 class Known(NamedTuple):
-    """The kernel's inputs for a parameter, cached between steps, and the values that they depend on.
+    """Kernel inputs of a parameter that are cached between steps, and the values on which they depend.
 
     Attributes:
         state: the parameter's optimizer state.
@@ -131,7 +134,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return True if the tensors and their addresses are unchanged."""
+        """Return True if the cached tensors and their addresses are unchanged."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state
@@ -144,19 +147,22 @@ class Known(NamedTuple):
 
 
 def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True if the kernel supports a gradient for a parameter of its shape."""
+    """Return True if the kernel supports a gradient of the parameter's shape."""
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return True if our Triton kernel performs the steps on a GPU, unless results are verified."""
+    """Return True if our Triton kernel performs the steps on a GPU.
+
+    It is not used while results are verified.
+    """
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False
     return takes_kernel("adam", parameter)
 
 
 def update_by_kernel(rows: list[Tensors], step: AdamStep, factor: float) -> None:
-    """Take a step in one launch, with the gradients multiplied by ``factor``."""
+    """Take one Adam step in a single kernel launch, with gradients multiplied by ``factor``."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -183,7 +189,10 @@ def _adam_npu(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step with torch_npu's AdamW kernels; there are none for Adam, whose decay is added first."""
+    """Take one step with torch_npu's AdamW kernels.
+
+    For Adam, which has no kernel, the weight decay is added to the gradient first.
+    """
     if not step.decoupled and step.weight_decay:
         grads = list(torch._foreach_add(grads, targets, alpha=step.weight_decay))
     step = replace(step, weight_decay=step.weight_decay if step.decoupled else 0.0, decoupled=True)

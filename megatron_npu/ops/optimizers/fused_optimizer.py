@@ -1,4 +1,4 @@
-"""Code shared by apex-style optimizers: closures, rejected options, exact state dicts and fused updates."""
+"""Share code between apex-style optimizers: closures, rejected options, exact state dicts, fused updates."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for ``copy.deepcopy`` and ``pickle``; torch's base class omits ours."""
+        """Return the attributes for ``copy.deepcopy`` and ``pickle``.
+
+        torch's base class omits those of this class.
+        """
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a loaded state, and keep the groups' settings unchanged.
+        """Restore the optimizer from a copy, a pickle or a loaded state, and keep the groups' settings.
 
         torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here. It would
         then be added to the groups, and a checkpoint saved after a resume would differ from the one that was
@@ -42,7 +45,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients; ``set_to_none`` overrides the constructor's choice."""
+        """Set the gradients to None or zero.
+
+        ``set_to_none`` overrides the constructor's setting.
+        """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -70,11 +76,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the tensor that a step uses as a parameter's gradient."""
+        """Return the gradient tensor that a step uses for a parameter."""
         return parameter.grad
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
-        """Return the gradient of a parameter that has one.
+        """Return the dense gradient of a parameter that has a gradient.
 
         Raises:
             ValueError: the gradient is sparse.
@@ -85,7 +91,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return grad
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of apex's or torch's optimizer of the same kind.
+        """Load a state dict of this class, or of the same kind of optimizer in apex or torch.
 
         torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
         16-bit parameter. Therefore, state with the parameter's shape is withheld from torch and loaded as
@@ -110,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Return a loaded state on the device on which it is stored, which is that of the parameter."""
+        """Move a loaded state to the device of its parameter."""
         return value.to(parameter.device)
 
 
@@ -134,7 +140,8 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the row in the form that torch's fused kernels require: fp32, with the first tensor's strides.
+    """Return the tensors as torch's fused kernels require them: in fp32, with the strides of the first
+    tensor.
 
     Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
     Otherwise, torch 2.13's kernels for the CPU would be silently wrong: they assume equal strides, and SGD

@@ -1,4 +1,4 @@
-"""Multi-tensor norm and scale, with the calling convention of ``amp_C``.
+"""Implement multi-tensor norm and scale with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
 apex's convention and is not used; ``overflow`` is a single integer on the device, which functions that check
@@ -28,7 +28,9 @@ TensorLists = list[list[Tensor]]
 
 
 class MultiTensorApply:
-    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``: calls an operation with its chunk size."""
+    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``, which calls an operation with its chunk
+    size.
+    """
 
     available = True
     warned = False
@@ -46,7 +48,7 @@ class MultiTensorApply:
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of all tensors in the first list, taken as one vector, in fp32 ``[1]``.
+    """Return the L2 norm of the first list's tensors as one concatenated vector, in fp32 ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
@@ -89,7 +91,9 @@ def _norm_in_chunks(tensor: Tensor) -> Tensor:
 def multi_tensor_scale(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write ``source * scale`` to the tensors of the second list; the first list contains the sources.
+    """Write ``source * scale`` to the tensors of the second list.
+
+    The first list contains the sources.
 
     ``overflow`` is set if a source is inf or nan, but not if a product is; None skips the check. Products are
     computed in fp32 and rounded once, to the target's dtype.
@@ -107,7 +111,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Scale in a wider dtype if the target's dtype cannot represent the unscaled source exactly."""
+    """Scale in a wider dtype if the target's dtype cannot represent the source exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -123,7 +127,7 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
 
 
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its counterpart in ``that``, with the casts of ``copy_``.
+    """Copy each tensor of ``this`` to its counterpart in ``that``, with the same casts as ``copy_``.
 
     The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored,
     because copies are not checked.
@@ -136,7 +140,7 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """Context manager that defers ``copy_`` and ``float`` of tensors, and runs all in one call on exit.
+    """Context manager that defers ``copy_`` and ``float`` of tensors, and runs all of them together on exit.
 
     It is intended for loops over parameters in code that we do not control, which then take one launch in
     total instead of one per parameter. Code inside the context must not read the results of the deferred
@@ -150,7 +154,7 @@ class CopiesTogether(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Defer a copy and return the tensor that it will write."""
+        """Defer a copy, and return the tensor to which it will write."""
         if func is Tensor.copy_ and not kwargs and _alike(*args):
             self._rows.append((args[0], args[1]))
             return args[0]
@@ -168,7 +172,10 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return True if a ``copy_`` can be batched: both tensors are on one device, and nothing is broadcast."""
+    """Return True if a ``copy_`` can be batched.
+
+    Both tensors must be on the same device, without broadcasting.
+    """
     is_tensor = isinstance(source, Tensor) and not rest
     return is_tensor and target.device == source.device and target.shape == source.shape
 
@@ -183,7 +190,9 @@ def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> None:
-    """Multiply the tensors by ``factor`` in place, and set ``found`` if a value is inf or nan, in one pass.
+    """Multiply the tensors by ``factor`` in place.
+
+    In the same pass, set ``found`` if a value is inf or nan.
 
     Args:
         tensors: tensors of one dtype, on one device.
@@ -198,7 +207,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """Reference implementation of ``unscale``, with ``found`` and ``factor`` in fp32 ``[1]``."""
+    """Compute ``unscale`` in plain torch, with ``found`` and ``factor`` in fp32 ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)
@@ -224,7 +233,7 @@ def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield rows of tensors as columns: one batch per device and dtypes, for torch's fused kernels.
+    """Yield columns of the rows of tensors for torch's fused kernels, one batch per device and dtypes.
 
     The tensors of a row are on one device; their dtypes may differ.
     """

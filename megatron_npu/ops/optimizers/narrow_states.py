@@ -1,4 +1,4 @@
-"""Optimizer states that are stored in 16 bits and updated in fp32, one block of parameters at a time.
+"""Store optimizer states in 16 bits, and update them in fp32, one block of parameters at a time.
 
 Parameters are split or grouped into blocks, so that only one block at a time exists in fp32, and each block
 takes one call per kernel, however many tensors it consists of:
@@ -33,7 +33,7 @@ Update = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor]], None
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter with its gradient and state, which all have the same shape.
+    """A parameter with its gradient and optimizer states, which all have the same shape.
 
     Attributes:
         weight, grad: the model's weight and its gradient.
@@ -51,12 +51,14 @@ class Row:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors except the scales."""
+        """All tensors of the row except the scales."""
         return self.weight, self.grad, self.first, self.second, self.main
 
 
 def update_in_blocks(rows: Iterable[Row], update: Update) -> None:
-    """Update the rows in place, block by block; the rows of a block have the same dtypes.
+    """Update the rows in place, block by block.
+
+    All rows of a block have the same dtypes.
 
     A row that is larger than a block is split, unless it is scaled: its scale is known only after all of it
     has been updated.
@@ -86,7 +88,10 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _cut(row: Row) -> Iterator[Row]:
-    """Yield the pieces of a large row; pieces that are copies are written back at the end."""
+    """Yield the pieces of a large row.
+
+    Pieces that are copies are written back at the end.
+    """
     flat = [tensor.reshape(-1) for tensor in row.tensors]
     for pieces in zip(*(tensor.split(BLOCK) for tensor in flat), strict=True):
         yield Row(*pieces)
@@ -114,7 +119,10 @@ def _update_block(rows: Sequence[Row], update: Update) -> None:
 
 
 def _flat(column: list[Tensor]) -> Tensor:
-    """Return the values of a column as one vector; a single contiguous tensor is not copied."""
+    """Concatenate the tensors of a column into one vector.
+
+    A single contiguous tensor is not copied.
+    """
     parts = [tensor.reshape(-1) for tensor in column]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -126,7 +134,10 @@ def _shaped(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
-    """Return the column in fp32 or wider and contiguous: the tensor itself if possible, otherwise a copy."""
+    """Return the tensors of a column contiguous in fp32 or wider.
+
+    Tensors are copied only if necessary.
+    """
     if column[0].dtype.itemsize >= 4 and all(tensor.is_contiguous() for tensor in column):
         return column
     wide = _shaped(_flat(column).to(torch.promote_types(column[0].dtype, torch.float32), copy=True), column)
@@ -136,7 +147,10 @@ def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
 
 
 def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> None:
-    """Write back the tensors that ``_widen`` returned, with new scales; ``wide`` is changed."""
+    """Store the tensors that ``_widen`` returned in their original dtypes, with new scales.
+
+    ``wide`` is modified.
+    """
     if wide is column:
         return
     if column[0].dtype is torch.float16 and scales:
@@ -146,26 +160,32 @@ def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> N
 
 
 def _scales(wide: list[Tensor]) -> list[Tensor]:
-    """Return the divisor that brings each tensor into the range of fp16, fp32 ``[]``; 1 for zeros."""
+    """Return the divisor, fp32 ``[]``, that brings each tensor into the range of fp16.
+
+    It is 1 for zeros.
+    """
     scale = torch.stack(torch._foreach_norm(wide, float("inf"))).div_(_FP16_RANGE)
     return list(scale.masked_fill_(scale == 0, 1.0).unbind())
 
 
 def _flags(second: Tensor) -> Tensor:
-    """Return where second moments have a minus sign, including -0 but not NaN, whose sign has no meaning."""
+    """Return where second moments have a minus sign, including -0.
+
+    NaN does not count, because its sign has no meaning.
+    """
     whole = second.contiguous().view(torch.int32 if second.dtype is torch.float32 else torch.int16)
     return whole <= _MINUS_INFINITY[second.dtype]
 
 
 def _join(weights: list[Tensor], main: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    """Return the main weights in fp32, and clear the flags in the second moments."""
+    """Reconstruct the main weights in fp32, and clear the flags in the second moments."""
     flags = _flags(_flat(second))
     torch._foreach_abs_(second)
     return _shaped(remainders.join(_flat(weights), _flat(main), flags), weights)
 
 
 def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide: list[Tensor]) -> None:
-    """Write the rounded main weights to the weights, and store their remainders.
+    """Store the rounded main weights in the weights, and the remainders in ``main``.
 
     The flags are stored in the second moments.
     """
@@ -177,7 +197,10 @@ def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide
 
 
 def unscaled(row: Row, name: str) -> Tensor:
-    """Return ``first``, ``second`` or ``main`` of a row in fp32; this is a copy unless it is fp32 already."""
+    """Return ``first``, ``second`` or ``main`` of a row in fp32.
+
+    The result is a copy unless it is already fp32.
+    """
     tensor = getattr(row, name)
     if name == "main" and tensor.dtype is torch.int16:
         return remainders.join(row.weight.contiguous(), tensor, _flags(row.second))
@@ -189,7 +212,10 @@ def unscaled(row: Row, name: str) -> Tensor:
 
 
 def set_unscaled(row: Row, name: str, value: Tensor) -> None:
-    """Set ``first``, ``second`` or ``main`` of a row; a new main weight also updates the weight."""
+    """Set ``first``, ``second`` or ``main`` of a row.
+
+    Setting the main weight also updates the weight.
+    """
     tensor = getattr(row, name)
     if tensor.dtype is torch.int16:
         rounded, left, flag = remainders.split(value.to(torch.float32).contiguous())
@@ -204,5 +230,5 @@ def set_unscaled(row: Row, name: str, value: Tensor) -> None:
 
 
 def is_narrow(row: Row) -> bool:
-    """Return True if any state of a row is stored in fewer than 32 bits."""
+    """Return True if any optimizer state of a row is stored in fewer than 32 bits."""
     return any(tensor.dtype.itemsize < 4 for tensor in (row.first, row.second, row.main))

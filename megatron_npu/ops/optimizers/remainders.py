@@ -1,4 +1,4 @@
-"""Split an fp32 number exactly into its bf16 rounding and the 16 remaining bits.
+"""Split an fp32 number exactly into its bf16 rounding and a 16-bit remainder.
 
 ``weight`` is the bf16 number nearest to ``main`` (ties to even, as ``Tensor.to`` rounds). With both read as
 integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768, one value more
@@ -16,7 +16,7 @@ _TIE = 1 << 15
 
 
 def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bf16 weight, the remainder (int16) and a flag for ties that were rounded down (bool).
+    """Return the bf16 weight, the int16 remainder, and a boolean flag for ties that were rounded down.
 
     Args:
         main: fp32, of any shape, contiguous. NaN stays NaN, though its bits may change.
@@ -28,7 +28,7 @@ def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor, rounded_down: Tensor) -> Tensor:
-    """Return the fp32 number that was passed to ``split``, as a new tensor."""
+    """Return the fp32 numbers that ``split`` has split, as a new tensor."""
     bits = weight.float().view(torch.int32)
     bits.add_(remainder).add_(rounded_down, alpha=2 * _TIE)
     return bits.view(torch.float32)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent (SGD) with the interface of apex's FusedSGD."""
+"""Implement stochastic gradient descent (SGD) with the interface of apex's FusedSGD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_f
 
 @dataclass(frozen=True)
 class SgdStep:
-    """Settings of one step of a parameter group.
+    """Settings of one SGD step of a parameter group.
 
     Attributes:
         lr: the learning rate.
@@ -117,7 +117,10 @@ def _sgd_reference(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """Take one step, in place; ``buffers`` is empty without momentum and filled at the first step."""
+    """Take one SGD step in place.
+
+    ``buffers`` is empty without momentum and is filled at the first step.
+    """
     for i, (target, grad) in enumerate(zip(targets, grads, strict=True)):
         if step.decay_after:
             target.mul_(1 - step.lr * step.weight_decay)
@@ -142,7 +145,10 @@ def _sgd_torch(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """Use torch's fused kernel: one pass over memory, or two if decay is applied after the momentum."""
+    """Take one SGD step with torch's fused kernel.
+
+    It makes one pass over memory, or two if decay is applied after the momentum.
+    """
     weight_decay = step.weight_decay
     if step.decay_after and weight_decay:
         torch._foreach_mul_(targets, 1 - step.lr * weight_decay)

@@ -1,4 +1,4 @@
-"""NPU tensors in host memory, which NPU kernels access in place.
+"""Allocate NPU tensors in host memory that NPU kernels access in place.
 
 torch_npu documents such tensors for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN documents such
 memory for copies; other operations on them have not been tested on hardware.
@@ -15,7 +15,7 @@ _made = WeakIdKeyDictionary()
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros with the shape and device of ``like``, contiguous, in host memory.
+    """Return contiguous zeros in host memory with the shape and device of ``like``.
 
     Args:
         like: an NPU tensor with at least one element.
@@ -29,10 +29,13 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor``, from any device, as a tensor in host memory for the device of ``like``."""
+    """Move ``tensor`` from any device to host memory that the device of ``like`` can access."""
     return tensor if is_swapped(tensor) else zeros(like, tensor.dtype).copy_(tensor)
 
 
 def is_swapped(tensor: Tensor) -> bool:
-    """Return True if ``tensor`` itself, not a view or copy of it, was created by this module."""
+    """Return True if this module created ``tensor`` itself.
+
+    A view or a copy does not count.
+    """
     return tensor in _made

@@ -1,1 +1,1 @@
-"""Matmuls of linear layers and of their gradients."""
+"""Compute the matmuls of linear layers and their gradients."""

@@ -1,4 +1,4 @@
-"""The gradient of a bias that was added to every row."""
+"""Compute the gradient of a bias that was added to every row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def bias_gradient(grad: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the sum of the rows of ``grad`` ``[..., h]``, summed in fp32, in the bias's dtype."""
+    """Sum the rows of ``grad`` ``[..., h]`` in fp32, and return the result in the bias's dtype."""
     if bias is None:
         return None
     rows = grad.reshape(-1, grad.size(-1))

@@ -1,4 +1,4 @@
-"""A linear layer: faster CPU matmuls, and no backward work for rows without gradients."""
+"""Compute linear layers with faster CPU matmuls, skipping rows without gradients in the backward pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
 
 
 def faster_than_torch(dtype: torch.dtype) -> bool:
-    """Return True if matmuls of ``dtype`` on this CPU are faster here than with ``F.linear``.
+    """Return True if matmuls of ``dtype`` on this CPU are faster with this module than with ``F.linear``.
 
     torch multiplies fp32 matrices with MKL, which uses only AVX2 on non-Intel processors; oneDNN uses AVX-512
     there and takes half the time (measured on a Zen 5). For bf16, we have our own kernel, which is used where
@@ -50,7 +50,10 @@ def faster_than_torch(dtype: torch.dtype) -> bool:
 
 
 def looks_for_dead_rows(outputs: int) -> bool:
-    """Return True if backward skips rows without a gradient, on a CPU."""
+    """Return True if the backward pass skips rows without a gradient.
+
+    Only CPUs do so.
+    """
     return outputs >= _WIDE
 
 
@@ -86,7 +89,10 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices on any device; on a CPU, use the faster library."""
+    """Return ``left · rightᵀ + bias`` of matrices on any device.
+
+    On a CPU, the faster library is used.
+    """
     if not _has_faster(left):
         return F.linear(left, right, bias)
     if torch.compiler.is_compiling():
@@ -99,7 +105,7 @@ def _has_faster(tensor: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``torch.matmul(left, right)``, computed by the faster library if ``right`` is a matrix.
+    """Return ``torch.matmul(left, right)``, using the faster library if ``right`` is a matrix.
 
     Args:
         left: ``[..., m]``.
@@ -113,7 +119,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · rightᵀ`` to ``total``, in one call if a matmul that accumulates exists.
+    """Add ``left · rightᵀ`` to ``total``, in one call if an accumulating matmul is available.
 
     Args:
         total: ``[n, k]``, fp32 or in the operands' dtype; changed in place.
@@ -133,7 +139,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return True if a GPU's matmul of 16-bit operands can add to fp32 without rounding (since torch 2.8)."""
+    """Return True if the GPU's 16-bit matmuls can accumulate into fp32 without rounding (torch 2.8 or
+    later).
+    """
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
     return hasattr(torch.ops.aten.addmm, "dtype_out") and not is_fake(total)  # 2.11 knows no shape of it
@@ -150,7 +158,7 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
-    """Return True if these are matrices of one dtype that can be multiplied, with a matching bias."""
+    """Return True if these are matrices of one dtype that can be multiplied, with a matching bias or none."""
     if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
         return False
     return bias is None or (bias.dtype is left.dtype and bias.shape == (right.size(0),))
@@ -201,7 +209,7 @@ in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
 
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
-    """Return the indices of the rows that are not all zero, or None if too few rows can be skipped."""
+    """Return the indices of the nonzero rows, or None if too few rows can be skipped."""
     if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Linear layers with tensor and sequence parallelism, with the matmul fused with the collective.
+"""Compute linear layers with tensor and sequence parallelism, with the matmul fused with the collective.
 
 For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have arrived while
 others are in transit. The communication is that of Megatron's layers (Korthikanti et al. 2022, "Reducing
@@ -25,7 +25,7 @@ WeightGradient = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def beyond(weight: Tensor, ranks: int) -> str | None:
-    """Return the documented limit of the operations (torch_npu 2.13) that such a layer exceeds, or None.
+    """Return the documented limit of the operations (torch_npu 2.13) that a parallel layer exceeds, or None.
 
     Args:
         weight: ``[h_out, h_in]``, this rank's part.
@@ -50,7 +50,9 @@ def beyond(weight: Tensor, ranks: int) -> str | None:
 def gathered_linear(
     input: Tensor, weight: Tensor, group: dist.ProcessGroup, weight_gradient: WeightGradient
 ) -> Tensor:
-    """Gather the ranks' parts of a sequence and multiply: a column-parallel layer without its bias.
+    """Gather the ranks' parts of a sequence and multiply by the weight.
+
+    This is a column-parallel layer without a bias.
 
     The gathered input is not saved: backward gathers it again while it multiplies the gradient.
 
@@ -70,7 +72,9 @@ def gathered_linear(
 def scattered_linear(
     input: Tensor, weight: Tensor, group: dist.ProcessGroup, weight_gradient: WeightGradient
 ) -> Tensor:
-    """Multiply, sum over the ranks and keep one part of the sequence: a row-parallel layer.
+    """Multiply by the weight, sum over the ranks, and keep one part of the sequence.
+
+    This is a row-parallel layer.
 
     Args:
         input: ``[s, b, h_in]``, bf16 or fp16; this rank's columns.
@@ -152,6 +156,6 @@ def _multiply_and_scatter(rows: Tensor, factor: Tensor, group: dist.ProcessGroup
 
 
 def _communicator(group: dist.ProcessGroup) -> str:
-    """Return the name of HCCL's communicator, which is created first if there is none yet."""
+    """Return the name of the group's HCCL communicator, creating the communicator if necessary."""
     backend: Any = group._get_backend(torch.device("npu"))
     return backend.get_hccl_comm_name(dist.get_rank())

@@ -1,4 +1,4 @@
-"""Weight gradient of a linear layer, accumulated directly into the gradient buffer."""
+"""Accumulate the weight gradient of a linear layer directly into the gradient buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
 
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has such a matmul.
+    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has an accumulating matmul.
 
     The device has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and,
     since torch 2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu), the product is rounded
@@ -57,7 +57,7 @@ def _for_npu_kernel(input: Tensor, main_grad: Tensor) -> bool:
 
 
 def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | None:
-    """Return the limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) that the call exceeds, or None."""
+    """Return the limit of ``npu_grouped_matmul_add_`` (torch_npu 2.13) that the tensors exceed, or None."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -82,7 +82,7 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     limits="sizes below 65,536",
 )
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Call the experts' grouped matmul with a single group: all rows belong to one weight."""
+    """Accumulate the gradient with the experts' grouped matmul, using a single group for all rows."""
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -94,7 +94,10 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
 
 @lru_cache_tensors(maxsize=16)
 def _rows(count: int, device: torch.device) -> Tensor:
-    """Return the tensor ``[count]`` on the device; the layers of a model share it."""
+    """Return the row count as a tensor ``[1]`` on the device.
+
+    All layers of a model share the tensor.
+    """
     return torch.full((1,), count, dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Replace parts of a Transformers or custom model with this project's operations, and undo this."""
+"""Replace parts of a Transformers or custom model with this project's operations, and restore them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """The outcome for one part of the model.
+    """The outcome of ``swap`` for one part of the model.
 
     Attributes:
         where: the path of the part in the model; empty for the model itself.
@@ -68,7 +68,7 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return one entry per part, updated with the reasons that later calls have recorded."""
+        """Return one entry per part of the model, including reasons that later calls have recorded."""
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())
         found = []
@@ -78,7 +78,10 @@ class Swapped:
         return found
 
     def lines(self) -> list[str]:
-        """Return the ledger as readable text, with the same part of all layers on one line."""
+        """Return the entries as readable text.
+
+        The same part of all layers is on one line.
+        """
         counted: Counter[tuple[str, str, str, str]] = Counter()
         for entry in self.ledger:
             pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", entry.where) or "the model"
@@ -89,7 +92,10 @@ class Swapped:
         ]
 
     def undo(self) -> None:
-        """Undo everything that ``swap`` changed in the model; a second call has no effect."""
+        """Undo all changes that ``swap`` made to the model.
+
+        A second call has no effect.
+        """
         while self._undo:
             self._undo.pop()()
         self.entries.clear()
@@ -102,7 +108,7 @@ _swapped: weakref.WeakKeyDictionary[nn.Module, Swapped] = weakref.WeakKeyDiction
 
 
 def swap(model: nn.Module) -> Swapped:
-    """Replace parts of ``model`` with this project's operations, in place, and return what was done.
+    """Replace parts of ``model`` with this project's operations in place, and return the outcome.
 
     Modules are recognized by their structure and their results, not by model names. Each module keeps its
     parameters, their names, its hooks and its class. Modules that look replaceable but are not are listed in
@@ -142,7 +148,7 @@ def _swap_module(path: str, module: nn.Module, swapped: Swapped) -> None:
 
 
 def _take(path: str, module: nn.Module, found: Found, swapped: Swapped) -> None:
-    """Apply the replacement that was found for a module, and record it."""
+    """Apply the replacement that was found for a module, and record the outcome."""
     if isinstance(found, Left):
         swapped.entries.append(Entry(path, found.what, why_not=found.why))
     elif isinstance(found, Replacement) and "forward" in vars(module):
@@ -165,7 +171,7 @@ def _set(module: nn.Module, name: str, value: object, swapped: Swapped) -> None:
 
 
 def _swap_registered_attention(model: nn.Module, swapped: Swapped) -> None:
-    """Select our attention in the configs, and record each layer that uses it."""
+    """Select our attention in the model's configs, and record each layer that uses it."""
     refused = []
     for path, outcome in attention.choose_in_configs(model):
         if isinstance(outcome, str):

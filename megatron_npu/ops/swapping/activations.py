@@ -1,4 +1,4 @@
-"""Activation functions and gated MLPs, recognized by their results."""
+"""Replace activation functions and gated MLPs, which are recognized by their results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def recognise(module: nn.Module) -> Found:
 
 
 def curve_of(module: nn.Module) -> str | None:
-    """Return the name of a function, ``gelu``, ``gelu_tanh`` or ``silu``, from its values from -6 to 6."""
+    """Return the name of an activation function (``gelu``, ``gelu_tanh`` or ``silu``) from its values on -6
+    to 6.
+    """
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     try:
         with torch.no_grad():
@@ -61,7 +63,7 @@ def curve_of(module: nn.Module) -> str | None:
 
 
 def _wavy(module: nn.Module) -> bool:
-    """Return True if a module is GELU-like without being one of GELU's two forms."""
+    """Return True if a module is similar to GELU but matches neither of its two forms."""
     return "gelu" in type(module).__name__.lower()
 
 
@@ -74,7 +76,7 @@ def _tanh(module: Any, input: Tensor) -> Tensor:
 
 
 def recognise_gated(module: Any) -> Found:
-    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, regardless of its parts' names."""
+    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, whatever the names of its parts."""
     parts = _gated_parts(module)
     if parts is None:
         return None
@@ -106,7 +108,7 @@ def recognise_gated(module: Any) -> Found:
 
 
 def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
-    """Return the names of the two parallel layers and of the last layer, and the curve, or None."""
+    """Return the names of the two parallel layers, of the last layer and of the curve, or None."""
     linears = {name: child for name, child in module.named_children() if has_forward_of(child, nn.Linear)}
     others = [child for name, child in module.named_children() if name not in linears]
     functions = [child for child in others if not isinstance(child, nn.Dropout)]
@@ -120,7 +122,10 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
 
 
 def _leads_back(linears: dict[str, Any], first: str, second: str, down: str) -> bool:
-    """Return True if ``down`` maps back from the other two; among square layers, it is the last one."""
+    """Return True if ``down`` maps back from the two parallel layers.
+
+    Among square layers, ``down`` is the last one.
+    """
     shape, beside, back = (linears[name].weight.shape for name in (first, second, down))
     return shape == beside == back[::-1] and (shape != back or down == list(linears)[-1])
 

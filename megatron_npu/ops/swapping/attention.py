@@ -1,4 +1,4 @@
-"""Attention of Transformers models, replaced through Transformers' registries.
+"""Replace the attention of Transformers models through Transformers' registries.
 
 A Transformers model looks up its attention function in a registry by the name in its config, and the matching
 masks in a second registry. Both contain ``NAME`` from the first swap on.
@@ -28,7 +28,7 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 def asks_the_registry(module: nn.Module) -> bool:
-    """Return True if the module gets its attention function from Transformers' registry."""
+    """Return True if the module looks up its attention function in Transformers' registry."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
@@ -60,7 +60,10 @@ _theirs: dict[str, Callable[..., Any]] = {}  # functions of Transformers, found 
 
 
 def _register() -> None:
-    """Add our functions to Transformers' registries, which are imported when one of its models is found."""
+    """Add our functions to Transformers' registries.
+
+    The registries are imported when a Transformers model is found.
+    """
     masks = importlib.import_module("transformers.masking_utils")
     modeling = importlib.import_module("transformers.modeling_utils")
     _theirs["sdpa"] = modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -79,7 +82,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask for ``attend``, which like Transformers' mask for SDPA is True where a key is seen.
+    """Return a mask for ``attend``, which is True for visible keys like Transformers' mask for SDPA.
 
     A mask with padding only is ``[b, 1, 1, sk]``, also in a decoder, because ``attend`` applies the causal
     mask itself, so that no ``[b, 1, sq, sk]`` mask is built.
@@ -109,7 +112,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return True if the requested mask hides more than padding and later keys."""
+    """Return True if the requested mask hides more than padding and future keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -165,7 +168,10 @@ def attend(
 
 
 def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in autocast's dtype, as torch's attention does: rotary may have widened some."""
+    """Cast the tensors to autocast's dtype, as torch's attention does.
+
+    Rotary embedding may have widened some of them.
+    """
     device = given[0].device.type
     if not torch.is_autocast_enabled(device):
         return given
@@ -174,7 +180,7 @@ def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return True if keys after the query's own position are hidden, in addition to what the mask hides."""
+    """Return True if future keys are hidden in addition to the keys that the mask hides."""
     if mask is not None and mask.size(2) > 1:
         return False  # a mask with a row for each query says all
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -187,7 +193,7 @@ _outside_the_graph = torch.compiler.disable(
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
-    """Return the reason why the operation does not support a call, or None."""
+    """Return the reason why our attention does not support a call, or None if it does."""
     for name, what in (
         ("position_bias", "it adds a position bias to the scores"),
         ("softcap", "it caps the scores"),
@@ -215,7 +221,9 @@ def _of_transformers(
     is_causal: bool | None,
     **further: Any,
 ) -> Any:
-    """Call the Transformers attention that supports the call, which is SDPA or the eager implementation."""
+    """Call the Transformers attention that supports the arguments, either SDPA or the eager
+    implementation.
+    """
     boolean = mask is not None and mask.dtype is torch.bool and mask.dim() == 4
     causal = query.size(2) > 1 and _has_triangle(module, mask if boolean else None, is_causal)
     if mask is not None and boolean and causal:
@@ -237,7 +245,10 @@ def _written_out(
     causal: bool,
     **further: Any,
 ) -> Any:
-    """Call ``eager_attention_forward`` in the model's own file, which adds masks to the scores."""
+    """Call ``eager_attention_forward`` from the model's own file.
+
+    This function adds masks to the scores.
+    """
     if mask is None and causal:
         mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()[
             None, None
@@ -251,5 +262,8 @@ def _written_out(
 
 
 def masked(seen: Tensor) -> Tensor:
-    """Return the inverse of ``seen``, a mask in torch's convention; computed once for all layers."""
+    """Return the inverse of the mask ``seen``, in torch's convention.
+
+    It is computed once for all layers.
+    """
     return cache_on_tensor(seen, "masked", lambda: ~seen)

@@ -1,4 +1,4 @@
-"""The result of recognizing a module, and checks shared by all replacements."""
+"""Describe the result of recognizing a module, and provide checks shared by all replacements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_npu import devices
 
 
 class Replacement(NamedTuple):
-    """A forward that replaces the module's own.
+    """A forward method that replaces a module's own.
 
     Attributes:
         what: the module's part in the model, such as ``norm``.
@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks replaceable but is kept, and the reason why it is kept."""
+    """A module that looks replaceable but is kept, with the reason."""
 
     what: str
     why: str
@@ -46,7 +46,7 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return True if the module's own forward must run, because operations are bound to another device.
+    """Return True if operations are bound to another device, so that the module's own forward must run.
 
     This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
     operation.
@@ -60,7 +60,7 @@ def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return True if a module of that class or a subclass computes the same as that class."""
+    """Return True if a module of class ``kind`` or of a subclass computes the same result as ``kind``."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
@@ -72,7 +72,7 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Replace a function of ``torch.nn.functional`` with ours in the forward of a module, in this thread.
+    """Replace a function of ``torch.nn.functional`` in the forward of a module, only in this thread.
 
     A ``TorchFunctionMode`` is not used: it would intercept every torch call, including those in the guards of
     compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
@@ -107,7 +107,10 @@ def _plain(function: Any) -> Any:
 
 
 def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], more: int) -> None:
-    """Count a block that is entered or left; inside any block, the function is the dispatching one."""
+    """Count the blocks that are currently active.
+
+    Inside any block, the dispatching function is installed.
+    """
     with _lock:
         for place in places:
             _blocks[id(place), name] += more
@@ -116,7 +119,7 @@ def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], 
 
 @functools.cache
 def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that checks, at each call, which replacement this thread uses."""
+    """Return a function that looks up the replacement of the current thread at each call."""
 
     @functools.wraps(theirs)
     def asking(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +142,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return True if a probe's result equals ``expected``, within a fraction of its largest value."""
+    """Return True if a probe's result equals ``expected`` within a fraction of the largest value."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

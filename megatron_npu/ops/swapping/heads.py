@@ -1,4 +1,4 @@
-"""Fuse a language model's output layer with its loss, so that training computes logits only on request."""
+"""Fuse a language model's output layer with its loss, and compute logits only on request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Unmade(Tensor):
         *,
         viewed: Unmade | None = None,
     ) -> Unmade:
-        """Return the logits for ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and bias ``[v]``.
+        """Create deferred logits from ``hidden`` ``[..., h]``, ``weight`` ``[v, h]`` and a bias ``[v]``.
 
         All have one dtype. ``viewed`` are the logits that these are a view of.
         """
@@ -73,7 +73,7 @@ class Unmade(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries for sizes and the like; compute the logits for everything else."""
+        """Answer size and similar queries directly, and compute the logits for all other functions."""
         if func in _KNOWN_WITHOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -89,12 +89,15 @@ class Unmade(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a function in its place
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func`` with the computed logits."""
+        """Call ``func`` with the logits after computing them."""
         args, kwargs = tree_map_only(Unmade, Unmade.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _as_rows(self, shape: tuple[Any, ...]) -> Unmade | None:
-        """Return a view whose last dimension is the vocabulary, or None if another shape is requested."""
+        """Return a view whose last dimension is the vocabulary.
+
+        Return None if another shape is requested.
+        """
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes) or sizes[-1] != self.size(-1):
             return None
@@ -102,7 +105,9 @@ class Unmade(Tensor):
         return Unmade(self._layer, hidden, self._weight, self._bias, viewed=self)
 
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
-        """Return the loss per token ``[t]`` in fp32, which is 0 where ``target`` ``[t]`` is ``ignored``.
+        """Return the loss per token ``[t]`` in fp32.
+
+        The loss is 0 where ``target`` ``[t]`` is ``ignored``.
 
         The result is None if a target is not in the vocabulary or the number of targets is wrong, so that
         torch's loss reports it, or if the logits have been computed and may have been changed. On a CPU,
@@ -130,7 +135,7 @@ class Unmade(Tensor):
         return self._made is not None or (self._viewed is not None and self._viewed._is_made())
 
     def whole(self) -> Tensor:
-        """Return the computed logits.
+        """Compute and return the logits.
 
         Raises:
             RuntimeError: the weights changed before the logits were first used.
@@ -153,7 +158,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counts the steps that all optimizers in this process take from now on."""
+    """Counter of the steps that all optimizers of this process take."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -167,7 +172,7 @@ _steps = functools.cache(_Steps)
 
 
 def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """Return values that differ after a change of the weight or the bias.
+    """Return values that change when the weight or the bias changes.
 
     Multi-tensor functions of torch_npu 2.13 (``_foreach_add_``), which optimizers call, do not count as
     changes in ``_version``; on an NPU, any optimizer's step therefore counts as one.
@@ -216,7 +221,7 @@ def recognise(model: Any) -> tuple[str, Found]:
 
 
 def has_taken(module: nn.Module) -> bool:
-    """Return True if a module is an output layer that already has one of these forwards."""
+    """Return True if a module is an output layer whose forward is already replaced."""
     return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
 
 
@@ -229,7 +234,10 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 
 
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the logits, which are not computed yet if gradients are needed, because they are for a loss."""
+    """Return the logits, deferred if their gradients are needed.
+
+    Logits with gradients are for a loss.
+    """
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
     given: tuple[Tensor, ...] = (input, weight) if bias is None else (input, weight, bias)
@@ -242,7 +250,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return True if gradients of the logits are needed and no code is known to read all of them.
+    """Return True if gradients of the logits are needed and no code is known to read all logits.
 
     Args:
         module: the output layer.

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary: Transformers' loss functions, torch's module, and calls in forward methods."""
+"""Replace vocabulary losses: Transformers' loss functions, torch's module, and calls in forward methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY = f"cross_entropy, for {_SMALLEST} or more classes"
 
 
 def recognise(module: Any) -> Found:
-    """Return the replacement for torch's loss, or for a forward that calls it."""
+    """Return the replacement for torch's loss module, or for a forward that calls the loss function."""
     if has_forward_of(module, nn.CrossEntropyLoss):
         reason = _beyond(module.weight, module.reduction, module.label_smoothing)
         return Left("loss", reason) if reason else Replacement("loss", _BY, _with_our_loss)
@@ -52,7 +52,7 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return True if a model's vocabulary loss is replaced, in its forward or in a torch loss inside it."""
+    """Return True if a model's vocabulary loss is replaced, in its forward or in a loss module inside it."""
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
 
@@ -66,7 +66,7 @@ def _causal_lm(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Compute Transformers' ``ForCausalLMLoss``, in which tokens < n predict token n."""
+    """Compute Transformers' ``ForCausalLMLoss``, in which the tokens before position n predict token n."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -121,7 +121,10 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` (``theirs``) with our operation, in the dtype of torch's result."""
+    """Compute ``F.cross_entropy`` (``theirs``) with our operation.
+
+    The result has the dtype of torch's result.
+    """
     plain = size_average is None and reduce is None and _beyond(weight, reduction, label_smoothing) is None
     if not plain or not _is_of_tokens(input, target):
         return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
@@ -134,13 +137,16 @@ def _torch_loss(
 
 
 def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
-    """Return True if this is a loss over tokens, on our device, with a large enough vocabulary."""
+    """Return True if this is a loss over tokens on our device, with a sufficiently large vocabulary."""
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 
 
 def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
-    """Return the dtype of ``F.cross_entropy``'s result, which autocast computes in fp32."""
+    """Return the dtype of ``F.cross_entropy``'s result.
+
+    Autocast computes it in fp32.
+    """
     if torch.is_autocast_enabled(input.device.type):
         return torch.promote_types(input.dtype, torch.float32)
     return input.dtype

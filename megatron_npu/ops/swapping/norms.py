@@ -1,4 +1,7 @@
-"""Layer norm and RMS norm; torch's are recognized by class, others by their results."""
+"""Replace layer norm and RMS norm.
+
+torch's modules are recognized by class, and others by their results.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
 
 
 def _by_behaviour(module: nn.Module) -> Found:
-    """Recognize an RMS norm by its output for a small input, with a weight chosen by the probe."""
+    """Recognize an RMS norm from its output for a small input, with a weight set for the probe."""
     parameters, eps = dict(module.named_parameters()), _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or eps is None:
         return Left("norm", f"{type(module).__name__} does not consist of one weight vector and an epsilon")
@@ -101,5 +104,8 @@ def _rms_norm_plus_one(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _not_here(module: Any, input: Tensor) -> bool:
-    """Return True if the module's own forward must run: with two dtypes, its output may have either."""
+    """Return True if the module's own forward must run.
+
+    With two dtypes, its output may have either dtype.
+    """
     return bound_elsewhere(input) or module.weight.dtype is not input.dtype

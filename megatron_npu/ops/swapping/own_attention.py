@@ -1,4 +1,4 @@
-"""Attention of a custom model, recognized by its calls."""
+"""Replace the attention of a custom model, which is recognized by its calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``nn.MultiheadAttention``; its own forward runs if weights are requested or a mask is added."""
+    """Compute ``nn.MultiheadAttention``.
+
+    The original forward runs if weights are requested or a mask is added to the scores.
+    """
     padding, pairs = _forbidden(key_padding_mask), _forbidden(attn_mask)
     reason = None
     if need_weights:
@@ -115,7 +118,10 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask that is True where a pair is hidden, or the reason as a string if it does more."""
+    """Return a mask that is True for hidden pairs.
+
+    Return the reason as a string if the given mask does more than hide pairs.
+    """
     if mask is None or mask.dtype is torch.bool:
         return mask
     # torch's layers hand over -inf and 0 for what they were given as booleans

@@ -1,4 +1,7 @@
-"""Rotary embeddings in Transformers layers, which are a function of their file, recognized by its results."""
+"""Replace rotary embeddings in Transformers layers.
+
+The rotation function of a model's file is recognized by its results.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Rotate = Callable[..., Any]
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the layer's forward with the function that rotates queries and keys replaced."""
+    """Return the layer's forward, changed to rotate queries and keys with our function."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType):
         return None
@@ -47,7 +50,9 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return True if ``function(q, k, cos, sin)`` rotates element i with i + d/2, tested by a probe."""
+    """Return True if a probe shows that ``function(q, k, cos, sin)`` rotates element i with element i +
+    d/2.
+    """
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
@@ -69,7 +74,9 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
-    """Return ``forward`` with our function under the original's global name; other globals do not change.
+    """Return ``forward`` with our function under the original's global name.
+
+    Other globals do not change.
 
     Wrappers around it (Transformers 5.24 renames arguments with one) are copied too. The result is None if
     one of them does not have the wrapped function in its closure, so that no copy of it would call ours.
@@ -90,7 +97,7 @@ def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> Functi
 
 
 def _around(wrapper: FunctionType, wrapped: FunctionType, ours: FunctionType | None) -> FunctionType | None:
-    """Return a copy of ``wrapper`` that calls ours instead of the wrapped function, or None."""
+    """Return a copy of ``wrapper`` that calls our function instead of the wrapped one, or None."""
     cells = wrapper.__closure__ or ()
     if ours is None or not any(_holds(cell, wrapped) for cell in cells):
         return None
@@ -120,7 +127,7 @@ def _copy(
 
 
 def _by_tables(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotate ``[b, n, s, d]`` (heads 1) or ``[b, s, n, d]`` (heads 2) by ``[b or 1, s, r]``.
+    """Rotate ``[b, n, s, d]`` (``heads`` 1) or ``[b, s, n, d]`` (``heads`` 2) by tables ``[b or 1, s, r]``.
 
     Queries and keys are views of ``[b, s, n, d]``, which the operation takes and returns.
     """

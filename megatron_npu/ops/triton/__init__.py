@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs that make one pass over memory where torch makes several.
+"""Provide Triton kernels for NVIDIA GPUs that make one pass over memory where torch makes several.
 
 ``kernels`` defines the kernels, and the other modules launch them. Results differ from torch's only by
 rounding, which happens less often here. They require triton (installed with torch's CUDA wheels) and compute
@@ -23,12 +23,15 @@ _OLDEST = (8, 0)
 
 @functools.cache
 def switched_off() -> bool:
-    """Return True if ``MEGATRON_NPU_TRITON=0`` requests torch's own kernels."""
+    """Return True if ``MEGATRON_NPU_TRITON=0`` disables our Triton kernels."""
     return not settings.TRITON.enabled()
 
 
 def not_to_be_expected() -> str | None:
-    """Return the reason why kernels cannot run in this process, or None; the GPU's age is not checked."""
+    """Return the reason why Triton kernels cannot run in this process, or None.
+
+    The GPU's age is not checked.
+    """
     if switched_off():
         return f"{settings.TRITON.name}=0"
     return None if is_installed("triton") else "triton is not installed"
@@ -36,7 +39,7 @@ def not_to_be_expected() -> str | None:
 
 @functools.cache
 def absence() -> str | None:
-    """Return the reason why the kernels cannot run on this process's GPU, or None."""
+    """Return the reason why Triton kernels cannot run on this process's GPU, or None if they can."""
     if not is_installed("triton"):
         return "triton is not installed"
     major, minor = torch.cuda.get_device_capability()
@@ -46,7 +49,10 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return why Triton cannot launch kernels, or None; for example, it requires a C compiler."""
+    """Return the reason why Triton cannot launch kernels, or None.
+
+    For example, Triton requires a C compiler.
+    """
     try:
         from triton.runtime import driver
 
@@ -58,7 +64,10 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return the reason why the kernels do not support these GPU tensors, or None, without synchronizing."""
+    """Return the reason why the kernels do not support these GPU tensors, or None.
+
+    The GPU is not synchronized.
+    """
     for tensor in tensors:
         if tensor is None:
             continue

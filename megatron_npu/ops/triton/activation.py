@@ -1,4 +1,7 @@
-"""Activations with a bias, one kernel per direction; only the inputs are saved."""
+"""Launch activation kernels with a fused bias, one per direction.
+
+Only the inputs are saved for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WARPS = 4  # of GELU: with 8, its gradient took a fifth longer (H200, [16384, 4
 
 
 def gelu_of_sum(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``gelu(input + bias)``, tanh form, without a graph."""
+    """Return ``gelu(input + bias)`` in tanh form, without autograd."""
     from megatron_npu.ops.triton.kernels import activation as kernels
 
     x, width = input.contiguous(), input.size(-1)
@@ -31,7 +34,10 @@ def gelu_of_sum(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute GELU (tanh form) of ``input + bias``; the backward pass recomputes the sum."""
+    """Compute GELU (tanh form) of ``input + bias``.
+
+    The backward pass recomputes the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,10 @@ _NARROW = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Numbers(NamedTuple):
-    """Scalar arguments of the kernel, in the order of its parameters; see the kernel for their meaning."""
+    """Scalar arguments of the Adam kernel, in the order of its parameters.
+
+    The kernel documents their meaning.
+    """
 
     factor: float
     decay: float
@@ -32,7 +35,9 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of one parameter: fp32 tensors updated in place, and a 16-bit copy of the weight or None."""
+    """Tensors of one parameter: fp32 tensors to update in place, and an optional 16-bit copy of the
+    weight.
+    """
 
     weight: Tensor
     grad: Tensor
@@ -59,7 +64,7 @@ class _Table(NamedTuple):
 
 
 def takes(row: Tensors) -> bool:
-    """Return True if the kernel supports a parameter."""
+    """Return True if the Adam kernel supports a parameter."""
     exact = (row.weight, row.grad, row.first, row.second)
     shape, device = row.weight.shape, row.weight.device
     if row.copy is not None and row.copy.dtype not in _NARROW:
@@ -71,7 +76,7 @@ def takes(row: Tensors) -> bool:
 
 
 def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
-    """Take a step for parameters that the kernel supports, all on one device."""
+    """Take one Adam step for supported parameters, which must all be on the same device."""
     from megatron_npu.ops.triton.kernels import adam as kernels
 
     by_copy: dict[torch.dtype | None, list[Tensors]] = {}

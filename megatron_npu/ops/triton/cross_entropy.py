@@ -1,4 +1,7 @@
-"""Cross-entropy of logits, one kernel per direction; the operations define the autograd functions."""
+"""Launch cross-entropy kernels for logits, one per direction.
+
+The operations define the autograd functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """The parameters of the loss besides logits and targets.
+    """Parameters of the cross-entropy besides logits and targets.
 
     Attributes:
         start: the id of the first column.
@@ -48,14 +51,17 @@ class _Sums(NamedTuple):
 
 
 def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return losses and normalizers ``[rows]``, fp32, for logits ``[rows, v]`` of the whole vocabulary."""
+    """Return fp32 losses and normalizers ``[rows]`` for logits ``[rows, v]`` of the whole vocabulary."""
     losses, normalizers = _of_rows(logits), _of_rows(logits)
     _forward(logits, targets, words, _Sums(normalizers, normalizers, normalizers, losses), is_whole=True)
     return losses, normalizers
 
 
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
-    """Return normalizers, target logits and, with smoothing, the sums of logits, for a rank's part."""
+    """Return normalizers and target logits for a rank's part of the vocabulary.
+
+    With label smoothing, return the sums of logits too.
+    """
     normalizers, predicted = _of_rows(logits), _of_rows(logits)
     totals = _of_rows(logits) if words.share else predicted
     _forward(logits, targets, words, _Sums(normalizers, predicted, totals, predicted), is_whole=False)
@@ -82,7 +88,9 @@ def _forward(logits: Tensor, targets: Tensor, words: Vocabulary, sums: _Sums, *,
 def gradient(
     grads: Tensor, logits: Tensor, targets: Tensor, normalizers: Tensor, words: Vocabulary, out: Tensor
 ) -> None:
-    """Write the gradient of the logits ``[rows, v]`` to ``out``, which may be the logits themselves.
+    """Write the gradient of the logits ``[rows, v]`` to ``out``.
+
+    ``out`` may be the logits tensor itself.
 
     Args:
         grads: the gradients of the losses, ``[rows]``, contiguous.

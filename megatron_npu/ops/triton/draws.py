@@ -1,4 +1,4 @@
-"""The random state of a dropout, so that the backward pass reproduces its mask."""
+"""Store the random state of a dropout, so that the backward pass can reproduce its mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEVELS = 1 << 31  # as many bits decide about one value
 
 
 class Dropped(NamedTuple):
-    """The values of a tensor that are kept, and the factor for them.
+    """Description of the kept values of a tensor, and their scale factor.
 
     Attributes:
         seed: int64 ``[1]`` on the device.
@@ -25,7 +25,7 @@ class Dropped(NamedTuple):
 
 
 def drawn(p: float, device: torch.device) -> Dropped | None:
-    """Return a new draw for probability ``p``, or None for 0.
+    """Return the state of a new dropout with probability ``p``, or None if ``p`` is 0.
 
     The seed comes from the device's torch generator, on the device. Therefore, Megatron's RNG tracker
     controls it, a recomputation that has restored the generator's state draws the same values, a CUDA graph
@@ -37,6 +37,6 @@ def drawn(p: float, device: torch.device) -> Dropped | None:
 
 
 def level_and_scale(p: float) -> tuple[int, float]:
-    """Return the threshold of the random draw and the scale of kept values for a dropout probability."""
+    """Return the threshold of random draws and the scale of kept values for a dropout probability."""
     level = min(_LEVELS - 1, round((1.0 - p) * _LEVELS))
     return level, _LEVELS / level if level else 0.0

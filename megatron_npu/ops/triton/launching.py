@@ -1,4 +1,4 @@
-"""Launch kernels, and choose the number of programs for a tensor."""
+"""Launch Triton kernels, and choose the number of programs for a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **options: Any) -> None:
-    """Start a kernel on the current stream.
+    """Launch a Triton kernel on the current stream.
 
     Args:
         kernel: a function of ``kernels``.
@@ -35,18 +35,18 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return True if a tensor has a shape but no values."""
+    """Return True if a tensor has a shape but no data, as in tracing."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "fake_mode")
 
 
 def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is not less than the number."""
+    """Return the smallest power of two that is at least ``size``."""
     return 1 << max(0, size - 1).bit_length()
 
 
 @functools.lru_cache(maxsize=256)
 def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
-    """Return rows and columns of a tile for element-wise kernels, and the grid that covers the tensor."""
+    """Return the rows and columns of a tile for element-wise kernels, and the grid that covers the tensor."""
     columns = min(1024, max(16, power_of_two(width)))
     tall = min(_TILE // columns, power_of_two(rows))
     return tall, columns, (-(-rows // tall), -(-width // columns))
@@ -54,7 +54,10 @@ def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
-    """Do the same as ``tile_of`` for programs that process many rows, whose number precedes the grid."""
+    """Return the tile and grid as ``tile_of`` does, for programs that process many rows.
+
+    The number of rows per program precedes the grid.
+    """
     tall, columns, (tiles, across) = tile_of(rows, width)
     wanted = max(1, _PER_PROCESSOR * processors(device) // across)
     per = -(-tiles // wanted) * tall

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, also of a residual sum, with one pass over memory per direction.
+"""Launch layer norm and RMS norm kernels, optionally fused with a residual addition.
 
 The same kernel writes partial sums over rows for the gradients of weight and bias, which a second kernel adds
 up. If ``bias`` is None, the norm is an RMS norm throughout this module.
@@ -27,7 +27,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Scale(NamedTuple):
-    """What a norm applies to a normalized row: it is multiplied by ``weight``, and ``bias`` is added.
+    """Scale and shift of a norm: the normalized row is multiplied by ``weight``, and ``bias`` is added.
 
     Attributes:
         weight: ``[h]``.
@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """A residual that is added to the input first: the norm is that of ``residual + dropout(x + shift)``.
+    """Residual input of a norm, which is then applied to ``residual + dropout(x + shift)``.
 
     Attributes:
         residual: like the input.
@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The tensors that backward requires: the norm's input, means (layer norm) and inverse deviations."""
+    """Tensors for the backward pass: the norm's input, means (layer norm) and inverse deviations."""
 
     x: Tensor
     means: Tensor
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _cut(rows: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return a tile's rows and columns, the rows per program in backward, and the warps of both."""
+    """Return a tile's rows and columns, the rows per backward program, and the number of warps for both."""
     columns = max(16, power_of_two(width))
     tall = min(max(1, _TILE // columns), power_of_two(rows))
     tiles = -(-rows // tall)
@@ -81,7 +81,7 @@ def _rows(x: Tensor) -> int:
 
 
 class Norm(torch.autograd.Function):
-    """Compute either norm, saving the input for the backward pass."""
+    """Compute layer norm or RMS norm, saving the input for the backward pass."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,10 @@ class Norm(torch.autograd.Function):
 
 
 def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = None) -> Kept:
-    """Write the norm of ``x``, or of its sum with a residual, to ``output``; return what backward needs."""
+    """Write the norm of ``x``, or of its sum with a residual, to ``output``.
+
+    Return the tensors for the backward pass.
+    """
     from megatron_npu.ops.triton.kernels import norm as kernels
 
     weight, bias, eps, centered = scale
@@ -132,7 +135,7 @@ def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = No
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or if it is None another tensor that the kernel does not read."""
+    """Return the tensor, or if it is None a placeholder that the kernel does not read."""
     return other if tensor is None else tensor
 
 
@@ -145,7 +148,9 @@ def backward(
     dropped: Dropped | None = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the norm's input and of the dropout's input, and the partial sums."""
+    """Return the gradients of the norm's input and of the dropout's input, with partial sums for the
+    weights.
+    """
     from megatron_npu.ops.triton.kernels import norm as kernels
 
     x, means, rstds = kept

@@ -1,4 +1,4 @@
-"""A residual sum with bias and dropout, alone or fused with the following norm."""
+"""Launch kernels for a residual sum with bias and dropout, alone or fused with the following norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Keep = Callable[[Tensor, Tensor], bool]
 
 
 class BiasDropoutAdd(torch.autograd.Function):
-    """Compute ``residual + dropout(x + bias)``; the backward pass draws the same mask again."""
+    """Compute ``residual + dropout(x + bias)``.
+
+    The backward pass draws the same dropout mask again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
@@ -64,7 +67,7 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """Compute the norm of ``residual + dropout(x + shift)``, and that sum.
+    """Compute the norm of ``residual + dropout(x + shift)``, and return it with the sum.
 
     If ``bias`` is None, the norm is an RMS norm. Only the sum is saved, which is the next layer's residual
     anyway.
@@ -114,7 +117,7 @@ class AddNorm(torch.autograd.Function):
 
 
 def _of_parameters(ctx: Any, partial: Tensor) -> list[Tensor | None]:
-    """Return the gradients for autograd, in their parameters' dtypes; None for those that ``keep`` accepts.
+    """Return the gradients in their parameters' dtypes, with None for gradients that ``keep`` accepts.
 
     ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
     are moved.

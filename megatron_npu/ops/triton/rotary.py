@@ -1,4 +1,7 @@
-"""Rotary position embedding, one kernel per direction; only the tables are saved."""
+"""Launch rotary embedding kernels, one per direction.
+
+Only the tables are saved for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _TILE = 2048  # pairs that a program has at a time
 
 
 class Rotary(torch.autograd.Function):
-    """Rotate ``[a, b, n, d]`` by tables that broadcast to ``[a, b, n, r]``; backward rotates back."""
+    """Rotate ``[a, b, n, d]`` by tables that broadcast to ``[a, b, n, r]``.
+
+    The backward pass rotates back.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix, in fp32 and always in the same order, without atomics."""
+"""Sum the rows of a matrix in fp32, always in the same order and without atomics."""
 
 from __future__ import annotations
 

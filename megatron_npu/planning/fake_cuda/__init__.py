@@ -1,1 +1,1 @@
-"""Simulated CUDA devices, based on torch's fake tensors on `cuda` and process groups without other ranks."""
+"""Simulate CUDA devices with torch's fake tensors and with process groups that have no other ranks."""

@@ -1,4 +1,4 @@
-"""Run one process as a rank on simulated CUDA devices: ``machine.running(rank, ranks)``.
+"""Run one process as a rank on simulated CUDA devices with ``machine.running(rank, ranks)``.
 
 Tensors are torch's fake tensors: each operation returns the shape, dtype, strides and device that CUDA would
 return, without values; mixed devices, or shapes or dtypes that do not match, raise an error as on a GPU.
@@ -34,7 +34,7 @@ from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
-    """Fake tensors whose values can be read, with counts of the operations on CUDA tensors.
+    """Fake tensors with readable values, and counts of the operations on CUDA tensors.
 
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
@@ -80,7 +80,7 @@ _ARITHMETIC = {
 
 
 def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]]) -> None:
-    """Track the value that all elements of a tensor are known to have, until the tensor is written to.
+    """Record the value that all elements of a tensor are known to have, until the tensor is written to.
 
     The number of tokens per expert is such a value if experts have a capacity. Tensors received from another
     rank have a list of values if the caller has provided the list.
@@ -104,7 +104,10 @@ def _note_received(tensors: list[Any], received: dict[int, list[int]]) -> None:
 
 
 def _compute(operation: Callable[[Any, Any], Any], args: Any, result: Any) -> None:
-    """Track the result of arithmetic on known values; 285068c8 computes with the sizes it receives."""
+    """Record the result of arithmetic on known values.
+
+    285068c8 computes with the sizes that it receives.
+    """
     numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
     if not any(number is None or isinstance(number, list) for number in numbers):
         result.value = operation(*numbers)
@@ -119,7 +122,7 @@ def _affirm(args: Any, result: Any) -> None:
 
 
 def _add_over_ranks(args: Any, result: Any) -> None:
-    """Multiply by the number of ranks, because each rank contributes the same value, such as a count."""
+    """Multiply a known value by the number of ranks, because each rank contributes the same value."""
     size = dist.ProcessGroup.unbox(args[1]).size()
     for tensor in args[0]:
         if hasattr(tensor, "value"):
@@ -165,7 +168,10 @@ _VALUES: dict[Any, Callable[[Any, Any], None]] = {
 
 
 def _known(tensor: Tensor) -> Any:
-    """Return the value of all elements, a list of values for a vector, or None if the value is unknown."""
+    """Return the value of all elements, or a list of values for a vector.
+
+    Return None for unknown values.
+    """
     constant = getattr(tensor, "constant", None)
     if constant is not None and constant.numel() == 1:
         return constant.item()
@@ -173,7 +179,10 @@ def _known(tensor: Tensor) -> Any:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return the result of ``item``: the value if it is known, or zero in the tensor's dtype."""
+    """Return the result of ``item``.
+
+    An unknown value is zero in the tensor's dtype.
+    """
     known = _known(tensor)
     return _zero(tensor.dtype) if known is None else known
 
@@ -185,7 +194,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 def _convert(
     module: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """Convert a module in place, like ``Module._apply``, keeping the same parameter objects.
+    """Convert a module in place, like ``Module._apply``, without replacing its parameter objects.
 
     The implementation in torch 2.13 swaps fake tensors, which fails if weak references to a tensor exist,
     such as those of the fake tensor mode.
@@ -201,7 +210,7 @@ def _convert(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make torch report eight GPUs inside the block. Processes may be forked inside the block."""
+    """Make torch report eight GPUs within the block, in which processes may be forked."""
     for higher in (flex_attention, flex_attention_backward):
         higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
     with contextlib.ExitStack() as stack:
@@ -212,7 +221,9 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None = None) -> Iterator[Tensors]:
-    """Act as rank ``rank`` of ``ranks`` on the first GPU inside the block. Call this inside ``installed``.
+    """Act as rank ``rank`` of ``ranks`` on the first GPU within the block.
+
+    Call this inside ``installed``.
 
     Args:
         received: see ``Tensors``.
@@ -229,7 +240,10 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
 
 
 def _namespace() -> Iterator[tuple[Any, str, Any]]:
-    """Yield the functions of torch.cuda, which are those for a CPU except for those that describe GPUs."""
+    """Yield replacements for the functions of torch.cuda.
+
+    They are those of a CPU except for functions that describe GPUs.
+    """
     cpu = CpuDevice()
     names = cpu_cuda_api.namespace(cpu, lambda: 0, lambda: torch.default_generator)
     properties = types.SimpleNamespace(
@@ -272,7 +286,10 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
 
     @contextlib.contextmanager
     def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
-        """Run the collectives in the block one by one; torch 2.13 has no fake coalesced collectives."""
+        """Run the collectives in the block one by one.
+
+        torch 2.13 has no fake coalesced collectives.
+        """
         yield types.SimpleNamespace(wait=alone.nothing)
 
     functions: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""The memory of fake CUDA tensors, simulated by applying torch's caching allocator to their storages."""
+"""Simulate the memory of fake CUDA tensors by applying torch's caching allocator to their storages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLASH_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._flas
 
 
 class CountedTensors(Tensors):
-    """Fake tensors whose storages are tracked by a simulated allocator.
+    """Fake tensors whose storages a simulated allocator tracks.
 
     Attributes:
         allocator: the simulated allocator.

@@ -1,4 +1,4 @@
-"""What a rank on simulated CUDA devices sends: the calls and bytes of each process group's collectives."""
+"""Count the calls and bytes of each process group's collectives on simulated CUDA devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SENT = {getattr(torch.ops.c10d, name): place for name, place in _NAMES.items()}
 
 
 class Traffic:
-    """Counts by the description of a group: ``ranks``, ``calls``, ``bytes``, and ``buffer``, which is 0."""
+    """Counts per group description: ``ranks``, ``calls``, ``bytes``, and ``buffer``, which is 0."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, int]] = {}
         self.members: dict[str, list[int]] = {}  # the first and the last rank of each
 
     def note(self, packet: Any, args: Any) -> None:
-        """Count an operation if it is one of a process group."""
+        """Count an operation if it belongs to a process group."""
         if packet not in _SENT:
             return
         group = next(each for each in map(_group, args) if each is not None)

@@ -1,1 +1,1 @@
-"""One rank of a planned job: its device, its absent peers, and its measurements."""
+"""Run one rank of a planned job: its device, its absent peers, and its measurements."""

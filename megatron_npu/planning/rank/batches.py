@@ -1,4 +1,4 @@
-"""The batches that a planned rank receives from the tensor-parallel rank that reads the data.
+"""Exchange batches between the planned ranks that read data and those that receive it.
 
 Megatron's scripts read data on the first tensor-parallel rank, which broadcasts the sizes, tokens and masks
 to the others. These values decide what the others allocate: a causal mask is recognized, any other is kept. A
@@ -29,7 +29,7 @@ _LARGEST = 1 << 20
 
 @contextlib.contextmanager
 def exchanged(folder: Path) -> Iterator[None]:
-    """Write what this rank broadcasts to ``folder``, and fill what it receives from what others wrote there.
+    """Write this rank's broadcasts to ``folder``, and read other ranks' broadcasts from it.
 
     Raises:
         RuntimeError: inside the block, if a rank receives another number of bytes than was sent.
@@ -58,7 +58,10 @@ def exchanged(folder: Path) -> Iterator[None]:
 
 
 def _source(arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the global rank that sends, and the name of the group; None if this rank is not in the group."""
+    """Return the sending global rank and the group's name.
+
+    Return None if this rank is not in the group.
+    """
     group = arguments.get("group") or distributed_c10d._get_default_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None, ""
@@ -102,6 +105,6 @@ def _read(folder: Path, name: str, tensor: torch.Tensor) -> None:
 
 
 def _wait_for(tensor: torch.Tensor) -> None:
-    """Wait until the simulated device has done all work on a tensor, whose memory the host can then read."""
+    """Wait until the simulated device has finished all work on a tensor, so that the host can read it."""
     if tensor.device.type == "npu":
         torch.npu.synchronize()  # type: ignore[attr-defined]

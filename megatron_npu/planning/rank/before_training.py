@@ -30,7 +30,7 @@ _SMALL = 64 << 10  # bytes of a tensor that is read: a number of steps, say
 
 
 class ReadyError(BaseException):
-    """Raised when the rank is ready to train and no mistake was found.
+    """Raised when a rank is ready to train and no error was found.
 
     It is not an ``Exception``, because programs might catch that.
     """
@@ -38,7 +38,7 @@ class ReadyError(BaseException):
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Raise ``ReadyError`` when the first module computes, and read only the descriptions of checkpoints."""
+    """Raise ``ReadyError`` before the first module runs, and read only the descriptions of checkpoints."""
 
     def ready(*_: Any) -> None:
         raise ReadyError
@@ -77,7 +77,7 @@ def _descriptions_only() -> Iterator[None]:
         return load(file, *given, **named)
 
     def rank_of(group: Any = None) -> int:
-        """Hide rank 0 from megatron-core's check that all ranks together have every shard."""
+        """Hide rank 0 from megatron-core's check that the ranks together have every shard."""
         caller = sys._getframe(1).f_code.co_name
         return -1 if caller == "validate_sharding_integrity" else rank(group)
 

@@ -38,7 +38,7 @@ _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
 
 
 def main(path: str) -> int:
-    """Run a rank as described in a specification."""
+    """Run a rank as described in a specification file."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     allocator = Allocator(specification.get("limit"))
@@ -127,7 +127,9 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fused_attention(plain: list[str]) -> Iterator[None]:
-    """Use the fused SDPA kernel that an H100 selects; a CPU build of torch would use the plain formula.
+    """Use the fused SDPA kernel that an H100 selects.
+
+    A CPU build of torch would use the plain formula.
 
     On an H100, the first choice is cuDNN's kernel, whose output has the memory layout of the queries (torch
     2.11), followed by flash attention.

@@ -1,4 +1,4 @@
-"""Fork for ranks of a plan: ``python -m megatron_npu.planning.rank.host DEVICE FD WORDS...``.
+"""Fork processes for the ranks of a plan: ``python -m megatron_npu.planning.rank.host DEVICE FD WORDS...``.
 
 Every rank of a plan imports torch, Megatron and the program's own modules, which takes longer than a dry run
 of most models. This process imports them once. It then receives requests on the socket FD (see
@@ -32,7 +32,7 @@ _OF_RANKS = (
 
 
 def main(device: str, descriptor: str, *start: str) -> int:
-    """Import what ranks on ``device`` that run ``start`` import, and serve requests until the asker ends."""
+    """Import the modules that ranks on ``device`` need, and serve requests until the parent process ends."""
     prepared = _imported(device, start) and len(os.listdir("/proc/self/task")) == 1
     gc.collect()
     gc.freeze()  # what is imported needs no collection in the forks, and is no part of their models
@@ -72,7 +72,10 @@ def _end(waiting: dict[int, socket.socket]) -> int:
 
 
 def _run(device: str, request: dict[str, Any], prepared: bool) -> None:
-    """Run a rank in this fork; without the imports in a new interpreter, whose error is the real run's."""
+    """Run a rank in this forked process.
+
+    If the imports failed, use a new interpreter, which reports the same error as the real run.
+    """
     try:
         log = os.open(request["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
@@ -92,7 +95,7 @@ def _run(device: str, request: dict[str, Any], prepared: bool) -> None:
 
 
 def _tell_simulator() -> None:
-    """Pass the settings of this rank to the simulator, which reads most of them at their first use."""
+    """Pass this rank's settings to the simulator, which reads most of them at their first use."""
     from megatron_npu.sim import build
     from megatron_npu.sim.settings import simulator_values
 
@@ -102,7 +105,10 @@ def _tell_simulator() -> None:
 
 
 def _imported(device: str, start: tuple[str, ...]) -> bool:
-    """Import what each rank imports, in its order; return False if that fails here, as it then does there."""
+    """Import the modules of each rank in the same order.
+
+    Return False if an import fails.
+    """
     try:
         if device != "npu":  # Megatron must be imported after its devices have been replaced
             importlib.import_module(f"megatron_npu.planning.rank.{device}")
@@ -121,7 +127,7 @@ def _imported(device: str, start: tuple[str, ...]) -> bool:
 
 
 def _import_as(script: Path) -> None:
-    """Import the modules that a script imports, with the search path that ``megatron-npu run`` gives it."""
+    """Import the modules that a script imports, with the search path of ``megatron-npu run``."""
     from megatron_npu import plugin
     from megatron_npu.commands import run
 
@@ -132,7 +138,7 @@ def _import_as(script: Path) -> None:
 
 
 def modules_of(source: str) -> list[str]:
-    """Return the modules that a script imports before its first statement with an effect elsewhere.
+    """Return the modules that a script imports before its first statement with side effects.
 
     Such a statement, as ``sys.path.append(...)`` or ``os.environ["X"] = "1"``, may change what later imports
     do.

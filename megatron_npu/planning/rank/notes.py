@@ -1,4 +1,4 @@
-"""Measurements of a rank during training: the purposes of its memory, and the place of the peak."""
+"""Measure a rank during training: the purposes of its memory, and the position of the peak."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Notes:
 
 
 class _Watch:
-    """Reads the peak whenever a module or optimizer begins or ends, and records where it has risen."""
+    """Record where peak memory rises, at the beginning and the end of each module and optimizer call."""
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -53,7 +53,7 @@ class _Watch:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def look(self) -> None:
-        """Record the program's current position if the peak has risen since the last call."""
+        """Record the program's current position if peak memory has risen since the last call."""
         peak = self._peak()
         if peak > self._seen:
             self._seen = peak
@@ -103,7 +103,7 @@ class _Watch:
             self.count(optimizer)
 
     def count(self, *_: Any) -> None:
-        """Add up the persistent memory: weights, gradients and optimizer states."""
+        """Add up the persistent memory of weights, gradients and optimizer states."""
         weights, gradients, states = _Storages(self._device), _Storages(self._device), _Storages(self._device)
         found = gc.get_objects()
         for each in found:
@@ -135,7 +135,7 @@ class _Watch:
 
 
 class _Storages:
-    """The storages of tensors on the device, each counted once."""
+    """Storages of tensors on the device, each counted once."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -151,14 +151,14 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the number of bytes of the storages that are in none of the sets ``without``."""
+        """Return the bytes of the storages that are not in any of the sets ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 
 
 @contextlib.contextmanager
 def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Notes]:
-    """Take the measurements inside the block.
+    """Measure the memory of a rank within the block.
 
     Args:
         device: the device type whose memory is measured.
@@ -186,7 +186,7 @@ _BELOW = ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim",
 
 
 def asking_line() -> str:
-    """Return the innermost line of the program, outside torch, that is being executed."""
+    """Return the line that the program, outside torch, is currently executing."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not any(part in frame.f_code.co_filename for part in _BELOW):

@@ -24,7 +24,10 @@ from megatron_npu.planning import timeline
 
 
 def main(path: str) -> int:
-    """Run a rank as described in a specification; return 0 if it has trained."""
+    """Run a rank as described in a specification file.
+
+    Return 0 if it has trained.
+    """
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     import torch
@@ -66,7 +69,7 @@ def main(path: str) -> int:
 
 
 def _peak() -> int:
-    """Return what ``torch.npu.max_memory_allocated()`` does, without its sorted dict of all statistics."""
+    """Return ``torch.npu.max_memory_allocated()`` without building the sorted dict of all statistics."""
     import torch_npu
 
     found = torch_npu._C._npu_memoryStats(int(os.environ["LOCAL_RANK"]))
@@ -75,7 +78,7 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Apply a specification inside the block: absent peers and their batches, an early end, a routing."""
+    """Apply a specification within the block: absent peers, their batches, an early end, and a routing."""
     from megatron_npu.planning.rank import (
         batches,
         before_training,
@@ -100,7 +103,10 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
 
 
 def _record(specification: dict[str, Any]) -> None:
-    """Record the history of torch_npu's allocator if requested; for a snapshot, also the calling lines."""
+    """Record the history of torch_npu's allocator if requested.
+
+    For a snapshot, record the calling lines too.
+    """
     import torch
 
     if specification.get("curve"):

@@ -1,4 +1,4 @@
-"""Barriers and collectives of objects of a planned rank: they take device memory where those of the job do.
+"""Replace barriers and object collectives of a planned rank with versions that use the same device memory.
 
 With HCCL alone, torch makes device tensors for them; with gloo besides, tensors of the host.
 """
@@ -16,7 +16,10 @@ from megatron_npu.planning import alone
 
 
 class ObjectCollectives:
-    """Replaces torch's functions; knows which groups of the job have only HCCL."""
+    """Replacements for torch's object collectives.
+
+    They know which groups of the job have only HCCL.
+    """
 
     def __init__(self) -> None:
         self._of_device: set[str] = set()  # names of groups
@@ -24,7 +27,10 @@ class ObjectCollectives:
         self._gather = dist.all_gather_object
 
     def note(self, group: Any, asked: Any) -> None:
-        """Note a group that has just been made; ``asked`` is the backend that the job named, or None."""
+        """Record a group that was just created.
+
+        ``asked`` is the backend that the job requested, or None.
+        """
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "hccl":
             return
         world = distributed_c10d._get_default_group()
@@ -41,13 +47,15 @@ class ObjectCollectives:
         }
 
     def place(self, group: Any = None) -> str:
-        """Return the type of device whose tensors a group uses for barriers and objects."""
+        """Return the type of device on which a group transfers barriers and objects."""
         known = group or distributed_c10d._get_default_group()
         name = getattr(known, "group_name", None)  # a backend, which some callers have, has none
         return "npu" if name in self._of_device else self._place(group)
 
     def all_gather_object(self, objects: list[Any], mine: Any, group: Any = None) -> None:
-        """Fill ``objects`` with this rank's own object, after what torch does on the device."""
+        """Fill ``objects`` with this rank's own object, after allocating device memory in the same way as
+        torch.
+        """
         if self.place(group) == "npu":  # what arrives is nobody's
             with mock.patch.object(distributed_c10d, "_tensor_to_object", alone.nothing):
                 self._gather(list(objects), mine, group)

@@ -1,4 +1,4 @@
-"""Process groups for a single process, because the other ranks of a planned job do not exist.
+"""Create process groups for a single process, without the other ranks of the planned job.
 
 On the simulated NPU, the groups are torch_npu's own; the simulated HCCL counts each call and returns
 immediately, as if every other rank had the same data as this one. Groups on the host are torch's fake groups.
@@ -33,18 +33,21 @@ _DATA_SETS = 3
 
 
 class Nobody(dist.Store):
-    """A store in which every key exists; keys that were never set contain zeros."""
+    """Store in which every key exists.
+
+    Keys that were never set contain zeros.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value."""
+        """Set the value of a key."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return a value."""
+        """Return the value of a key."""
         return self._values.get(key, _ROOT_INFO)
 
     def add(self, key: str, amount: int) -> int:
@@ -54,14 +57,17 @@ class Nobody(dist.Store):
         return number
 
     def check(self, keys: list[str]) -> bool:
-        """Return True if this process has set all of the keys; no other rank reports failures."""
+        """Return True if this process has set all of the keys.
+
+        No other rank reports failures.
+        """
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return immediately."""
+        """Return immediately, because every key exists."""
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value."""
+        """Delete a key with its value."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -127,7 +133,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_first_contact() -> Iterator[None]:
-    """Skip the checks of other machines: whether they answer, and whether enough files may be open."""
+    """Skip the checks of other machines, such as whether they answer and whether enough files may be open."""
     with (
         mock.patch.object(first_contact, "_is_of_several_machines", return_value=False),
         mock.patch.object(watchdog, "require_open_files"),
@@ -141,7 +147,7 @@ def of_npu(asked: Any) -> str:
 
 
 def _join_hosts(group: Any) -> None:
-    """Make a group accept host tensors too, as gloo would.
+    """Make a group also accept host tensors, as gloo does.
 
     Naming two backends does not work, because torch keeps one backend of each type, and HCCL and the fake
     backend have the same type.

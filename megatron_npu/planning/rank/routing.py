@@ -1,4 +1,6 @@
-"""Route tokens to experts in a planned rank. The real routing is unknown, so the share of tokens is chosen.
+"""Route tokens to experts in a planned rank with a chosen share of tokens.
+
+The real routing is unknown.
 
 The experts of this rank get a chosen multiple of an even share, and the other experts share the rest. Its
 peers are assumed to have the same routing, and therefore to send it the same number of tokens.
@@ -20,7 +22,7 @@ _ROUTER = "TopKRouter"
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts.
+    """The distribution of tokens over experts.
 
     Attributes:
         experts: the number of experts per layer.
@@ -36,7 +38,9 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple, for which each token goes to as many of this rank's experts as possible."""
+        """The largest multiple, with which each token is routed to as many of this rank's experts as
+        possible.
+        """
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
@@ -69,7 +73,10 @@ def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
-    """Replace the choices of routers without padded capacity; add the largest multiple to ``report``."""
+    """Replace the choices of routers without padded capacity.
+
+    Add the largest multiple to ``report``.
+    """
     kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def routed(module: torch.nn.Module, _: Any, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes that pipeline stages send ahead of their tensors, which absent stages cannot send."""
+"""Provide the tensor shapes that absent pipeline stages cannot send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXCHANGE, _CALLER = "_communicate_shapes", "_communicate"
 
 @contextlib.contextmanager
 def nominal() -> Iterator[None]:
-    """Receive the shape that a stage expects, ``[s, b, h]``, wherever stages exchange shapes.
+    """Return the expected shape ``[s, b, h]`` wherever pipeline stages exchange shapes.
 
     Megatron exchanges shapes with ``--variable-seq-lengths``, and in 0.16 and newer for layers of multi-token
     prediction in a stage without the loss. With the former, the nominal sequence length is planned.

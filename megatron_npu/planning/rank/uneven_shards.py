@@ -1,4 +1,4 @@
-"""Support for Megatron-FSDP, which compares each rank's shards with those of ranks that do not exist here."""
+"""Support Megatron-FSDP, which compares each rank's shards with those of absent ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _GATHER = "_update_offsets_and_cumulative_shape"
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Make the check succeed: the other ranks' shards are empty and reach both ends of each dimension."""
+    """Make the check of uneven shards succeed.
+
+    Shards of absent ranks are empty and reach both ends of each dimension.
+    """
     reduce, gather = dist.all_reduce, dist.all_gather_object
 
     @functools.wraps(reduce)

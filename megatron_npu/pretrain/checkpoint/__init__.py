@@ -1,1 +1,1 @@
-"""Checkpoints of the built-in trainer: writing, reading, checking and converting them."""
+"""Write, read, check and convert checkpoints of the built-in trainer."""

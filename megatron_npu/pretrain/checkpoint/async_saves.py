@@ -1,4 +1,4 @@
-"""Support for ``--async-save``: write one checkpoint at a time while training continues.
+"""Implement ``--async-save``: write one checkpoint at a time while training continues.
 
 megatron-core copies the state to the host and forks a process on each rank to write it. When all of these
 processes have ended, the ranks complete the checkpoint together; until then it does not have its final name
@@ -28,7 +28,7 @@ _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
 
 
 class AsyncSaves:
-    """The checkpoint that is being written, if any.
+    """Checkpoint that is being written in the background, if any.
 
     When used as a context manager, it abandons the checkpoint if the block raises an error.
 
@@ -51,7 +51,7 @@ class AsyncSaves:
 
     @watchdog.phase(watchdog.SAVING)
     def begin(self, state: State, position: Position) -> None:
-        """Complete the previous checkpoint, and start writing the checkpoint of ``position``.
+        """Complete the previous checkpoint, and start to write the checkpoint of ``position``.
 
         All ranks must call this.
 
@@ -65,7 +65,7 @@ class AsyncSaves:
         self._queue.schedule_async_request(checkpoints.begin_async(self._flags, state, position, part))
 
     def take_finished(self) -> None:
-        """Complete the checkpoint if every rank has written its part. All ranks must call this.
+        """Complete the background checkpoint if every rank has written its part. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -73,7 +73,7 @@ class AsyncSaves:
         self._complete(blocking=False)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and complete it. All ranks must call this.
+        """Wait for the background checkpoint and complete it. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -102,7 +102,10 @@ class AsyncSaves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop this rank's writer if the run ends with an error, because other ranks may no longer exist."""
+        """Stop this rank's writer if the run ends with an error.
+
+        Other ranks may no longer exist.
+        """
         if kind is None or self._written is None:
             return
         for call in self._queue.async_calls:
@@ -115,7 +118,10 @@ class AsyncSaves:
 
 
 def _forget_results() -> None:
-    """Discard the results of a stopped writer, which the next checkpoint would otherwise include."""
+    """Discard the results of a stopped writer.
+
+    The next checkpoint would otherwise include them.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
 
     results = (

@@ -30,7 +30,9 @@ _SHOWN = (  # of the arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command, and return its exit code, which is 1 if a checkpoint is damaged.
+    """Run the command and return its exit code.
+
+    The code is 1 if a checkpoint is damaged.
 
     Raises:
         UsageError: the arguments or the folder are invalid.
@@ -153,7 +155,7 @@ def _print_inspected(report: Mapping[str, Any], sizes: Mapping[str, int]) -> Non
 
 
 def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
-    """Return the description that ``megatron-npu train`` has stored in a checkpoint.
+    """Return the description that ``megatron-npu train`` stored in a checkpoint.
 
     Raises:
         UsageError: the description cannot be read.
@@ -231,14 +233,20 @@ def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
 
 
 def _state(path: Path, without: str) -> str:
-    """Return the state to print for an undamaged checkpoint, or ``without`` if it has no checksums."""
+    """Return the printed state of an undamaged checkpoint.
+
+    Without checksums, the state is ``without``.
+    """
     state = "whole" if (path / checksums.NAME).is_file() else without
     part = disks.told(path)
     return f"{part} (its own files: {state})" if part else state
 
 
 def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> int:
-    """Remove the checkpoints older than the newest undamaged ones; damaged checkpoints do not count."""
+    """Remove checkpoints that are older than the newest undamaged ones.
+
+    Damaged checkpoints are not counted among those to keep.
+    """
     damaged: list[Path] = []
 
     def is_whole(path: Path) -> bool:
@@ -266,14 +274,14 @@ def _places(root: str) -> Iterator[Path]:
 
 
 def _faults(path: Path) -> list[str]:
-    """Return the problems of a checkpoint: damaged files, and missing files if it is incomplete."""
+    """Return the problems of a checkpoint: damaged files, and missing files."""
     is_own = (path / checkpoint_files.DESCRIPTION).is_file()
     missing = checkpoint_files.missing(path) if is_own else _missing_of_others(path)
     return sorted({*(f"{name} is missing" for name in missing), *checksums.damaged(path)})
 
 
 def _missing_of_others(path: Path) -> list[str]:
-    """Return the missing files of a checkpoint, saved by `train` or by a stock script.
+    """Return the missing files of a checkpoint that `train` or a stock script saved.
 
     Both write the index last.
     """

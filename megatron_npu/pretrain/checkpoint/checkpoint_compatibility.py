@@ -1,4 +1,4 @@
-"""Check a checkpoint's description against the flags to determine whether a run can resume from it."""
+"""Check whether a run with the given flags can resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def same_model_parallel_sizes(found: CheckpointInfo, flags: LayoutFlags) -> bool
 
 
 def require_readable_shards(found: CheckpointInfo, flags: ResumeFlags) -> None:
-    """Check that either both the checkpoint and the run use Megatron's FSDP, or neither does.
+    """Check that the checkpoint and the run agree on the use of Megatron's FSDP.
 
     Args:
         found: the checkpoint.
@@ -169,7 +169,7 @@ def _require_same_main_weights(found: CheckpointInfo, flags: ResumeFlags) -> Non
 
 
 def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> None:
-    """Check that the optimizer state of a checkpoint can be loaded in a run's layout.
+    """Check that a checkpoint's optimizer state can be loaded into the run's layout.
 
     Args:
         found: a checkpoint with optimizer state.

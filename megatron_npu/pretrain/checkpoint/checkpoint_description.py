@@ -1,4 +1,4 @@
-"""Description of a checkpoint, ``arguments.json``, which contains the flags, the position and the format.
+"""Read and write a checkpoint's ``arguments.json``, which contains the flags, the position and the format.
 
 Reading it requires neither torch nor Megatron. Fields may be added: older versions ignore new fields, and
 newer versions have defaults for descriptions that lack them. A change that older versions would misread
@@ -57,7 +57,9 @@ class CheckpointInfo:
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, or the one for a given iteration; None if there is none.
+    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+
+    Return None if there is no such checkpoint.
 
     Raises:
         UsageError: the checkpoint that the tracker or ``step`` names does not exist, or has no readable
@@ -68,7 +70,9 @@ def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
 
 
 def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``, or the one for a given iteration.
+    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+
+    Raise an error if there is no such checkpoint.
 
     Raises:
         UsageError: the checkpoint does not exist or cannot be read.
@@ -96,7 +100,9 @@ def _read(path: Path) -> CheckpointInfo:
 
 
 def require_known_format(description: Path, values: object) -> None:
-    """Check that this version can read a description, based on the first number of its format.
+    """Check that this version can read a description.
+
+    Only the first number of the format must match.
 
     Args:
         description: the path of the description.
@@ -121,7 +127,9 @@ def require_known_format(description: Path, values: object) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``CheckpointInfo`` except its path; unknown fields of newer versions are skipped.
+    """Return the fields of ``CheckpointInfo`` except its path.
+
+    Unknown fields from newer versions are skipped.
 
     Raises:
         ValueError: a field without a default is missing.
@@ -157,6 +165,6 @@ def describe(path: Path, found: CheckpointInfo) -> None:
 
 
 def plain_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that JSON can represent, except those specific to this machine and process."""
+    """Return the flags that JSON can represent, without those specific to this machine and process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
     return {name: value for name, value in sorted(flags.items()) if name not in local}

@@ -1,4 +1,4 @@
-"""One-line errors for checkpoints that cannot be written or read."""
+"""Report checkpoints that cannot be written or read as one-line errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return a one-line reason from the first process that failed, without stack traces.
+    """Return the reason of the first process that failed, on one line and without stack traces.
 
     Later lines of the error, such as the names of missing weights, are included. A very long text is
     truncated, and the number of omitted characters is appended.
@@ -57,7 +57,7 @@ def reason(error: BaseException) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return a question about the likely cause of a failed write."""
+    """Return a question to the user about the likely cause of a failed write."""
     if "SIGKILL" in reason(error):
         return "Did the machine run out of memory?"
     return "Is the disk full?"
@@ -65,7 +65,7 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Report errors in the block, which reads the checkpoint in ``path``, as a single line.
+    """Report errors within the block, which reads the checkpoint in ``path``, as a single line.
 
     Raises:
         UsageError: files are missing, damaged or contain code, or the checkpoint requires a newer
@@ -88,7 +88,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def _require_readable_common(path: Path) -> None:
-    """Reject a checkpoint without ``common.pt`` if megatron-core is older than 0.19 and requires that file.
+    """Reject a checkpoint without ``common.pt`` if megatron-core is older than 0.19 and requires the file.
 
     Raises:
         UsageError: the installed megatron-core is older than the checkpoint.

@@ -1,4 +1,4 @@
-"""Names of checkpoint files, and the tracker file; this module imports neither torch nor Megatron.
+"""Define the names of checkpoint files, and read the tracker file, without importing torch or Megatron.
 
 As in Megatron, ``<dir>/latest_checkpointed_iteration.txt`` names the newest ``<dir>/iter_0000010/``. Besides
 the files of ``megatron.core.dist_checkpointing``, each of these directories contains ``arguments.json``
@@ -46,7 +46,10 @@ def missing(path: Path) -> list[str]:
 
 
 def is_of_fsdp(path: Path) -> bool:
-    """Return True if the trainer saved the checkpoint with Megatron's FSDP: it has only torch's files."""
+    """Return True if the trainer saved the checkpoint with Megatron's FSDP.
+
+    Such a checkpoint contains only torch's files.
+    """
     try:
         values = json.loads(files.text(path / DESCRIPTION))
     except (OSError, ValueError, RecursionError):
@@ -55,7 +58,7 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return True if unsharded values are stored as an object among the shards, as in 0.19 and newer.
+    """Return True if unsharded values are stored as an object among the shards, as in 0.19 and later.
 
     The index is a pickle. It is only searched for the object's name, and nothing is unpickled.
     """
@@ -116,13 +119,13 @@ def _of_iteration(root: str | Path, step: int) -> Path:
 
 
 def iterations(root: str | Path) -> list[int]:
-    """Return the iterations of the checkpoints under ``root``, in order."""
+    """Return the iterations of the checkpoints under ``root`` in ascending order."""
     names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it exists, or else a file with the same name in the checkpoint's directory, if any.
+    """Return ``path`` if it exists, or else a file of the same name in the checkpoint's directory, or None.
 
     A converted checkpoint contains its tokenizer and may have been moved.
     """
@@ -133,7 +136,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Mark a checkpoint as ``release`` because it was not trained here, and return its new path."""
+    """Mark a checkpoint that was not trained here as ``release``, and return its new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")
@@ -141,5 +144,5 @@ def release(root: str | Path, path: Path) -> Path:
 
 
 def set_latest(root: str | Path, iteration: int) -> None:
-    """Write ``iteration`` to the tracker."""
+    """Write ``iteration`` to the tracker file."""
     files.write(Path(root) / TRACKER, f"{iteration}\n")

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, which is hidden while ranks write to it and renamed when it is complete."""
+"""Manage the folder of a checkpoint, which is hidden during writing and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def finish(root: str | Path, iteration: int) -> None:
-    """Rename the folder and update the tracker after all ranks have written. All ranks must call this."""
+    """Rename the folder and update the tracker after all ranks have written.
+
+    All ranks must call this.
+    """
     if disks.leads():
         # there is one if a run went back to an earlier iteration
         files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
@@ -60,7 +63,10 @@ def finish(root: str | Path, iteration: int) -> None:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove the hidden folder; a single rank may call this."""
+    """Remove the hidden folder of a checkpoint.
+
+    A single rank may call this.
+    """
     if disks.leads():
         _remove(hidden(root, iteration))
 
@@ -71,7 +77,7 @@ def hidden(root: str | Path, iteration: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder into which other processes may still write.
+    """Remove a folder into which other processes may still be writing.
 
     megatron-core (0.12 to 0.16) forks its writers, and a Ctrl-C that ends a rank does not end them at once.
     """

@@ -1,4 +1,6 @@
-"""Save and load with ``megatron.core.dist_checkpointing``, which allows a run to resume with another layout.
+"""Save and load checkpoints with ``megatron.core.dist_checkpointing``.
+
+A run can resume with another parallel layout.
 
 A checkpoint is written to a hidden directory and renamed when every rank is done; then the tracker is
 updated. The keys are those of Megatron-LM's own checkpoints.
@@ -48,7 +50,7 @@ _PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where key
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run: the number of iterations, and of the samples used by all ranks."""
+    """Progress of a run: the iteration, and the number of samples that all ranks have used."""
 
     iteration: int = 0
     train_samples: int = 0
@@ -104,7 +106,7 @@ def _shards(
     *,
     in_background: bool,
 ) -> Any:
-    """Write megatron-core's files into ``part``, or return the request for a background writer."""
+    """Write megatron-core's files into ``part``, or return a request for a background writer."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_ckpt_versions.metadata(flags)
@@ -121,7 +123,7 @@ def _shards(
 
 
 def complete(flags: StoreFlags, position: Position, part: Path) -> None:
-    """Add the description and checksums to a checkpoint, after all ranks have written their files.
+    """Add the description and the checksums to a checkpoint after all ranks have written their files.
 
     All ranks must call this.
     """
@@ -151,7 +153,7 @@ def _description(
 
 @watchdog.phase("loading")
 def load(flags: LoadFlags, state: State) -> Position:
-    """Load the parts that the flags select into ``state``, and return where the run continues.
+    """Load the parts of a checkpoint that the flags select, and return the position to resume from.
 
     All ranks must call this.
 
@@ -192,7 +194,7 @@ def _load_own(flags: LoadFlags, state: State, found: checkpoint_description.Chec
 
 
 def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load into any model a checkpoint that the built-in trainer saved with Megatron's FSDP."""
+    """Load a checkpoint that was saved with Megatron's FSDP into any model."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(flags, state, found)
     rng = flags.load_rng and _same_ranks(flags, found)
@@ -211,7 +213,7 @@ def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.
 
 
 def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load the weights from a checkpoint of Megatron-LM's own scripts."""
+    """Load the weights of a checkpoint of Megatron-LM's own scripts."""
     load_weights(state.model, found.path)
     _begin_optimizer(flags, state, found)
     return _position(flags, found)
@@ -220,7 +222,9 @@ def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.Ch
 def _load_optimizer(
     flags: LoadFlags, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
 ) -> None:
-    """Load the moments and main weights, and resume the schedule with the settings from the flags."""
+    """Load the optimizer's moments and main weights, and resume the schedule with the settings of the
+    flags.
+    """
     settings = resumed_settings.of_flags(state.optimizer)
     state.optimizer.load_state_dict(optimizer)
     resumed_settings.restore(flags, state.optimizer, settings)
@@ -287,7 +291,10 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 
 def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -> None:
-    """Check that all saved weights are used, because megatron-core ignores unused ones."""
+    """Check that all saved weights are used.
+
+    megatron-core silently ignores unused weights.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     used = _of_all_ranks({sharded.key for sharded in nested_values(wanted)})
@@ -301,7 +308,10 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
 
 
 def _of_all_ranks(keys: set[str]) -> set[str]:
-    """Return the union of all ranks' keys, because pipeline stages have different keys."""
+    """Return the union of all ranks' keys.
+
+    Pipeline stages have different keys.
+    """
     parts: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(parts, keys)
     return set().union(*parts)
@@ -358,7 +368,10 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
 
 
 def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) -> bool:
-    """Return True if each rank can load its own random states, because model-parallel sizes are unchanged."""
+    """Return True if each rank can load its own random states.
+
+    This requires unchanged model-parallel sizes.
+    """
     same = checkpoint_compatibility.same_model_parallel_sizes(found, flags)
     if flags.expert_model_parallel_size > 1:  # which is a part of data parallelism
         same = same and found.arguments.get("data_parallel_size") == flags.data_parallel_size

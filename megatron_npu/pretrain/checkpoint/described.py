@@ -1,4 +1,4 @@
-"""Check the plausibility of a checkpoint's description, which may be untrusted.
+"""Check that a checkpoint's description, which may come from an untrusted source, is plausible.
 
 The description is checked before anything is built: 10⁹ layers would use all memory, and a string instead of
 a number would cause an error deep inside megatron-core.
@@ -24,7 +24,9 @@ _size = Number("a positive integer", int, 1, metavar="N")
 
 
 def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
-    """Return the arguments of a checkpoint, with defaults for flags that did not exist when it was saved.
+    """Return the arguments of a checkpoint.
+
+    Flags that did not exist when it was saved get defaults.
 
     Raises:
         UsageError: the arguments are not valid flags of the trainer, or describe more weights than the files
@@ -60,7 +62,7 @@ def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
 
 
 def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:
-    """Return the type of a flag's values, and its choices.
+    """Return the type of a flag's values and the flag's choices.
 
     If the type is None and there are no choices, the flag's values are not checked here.
     """
@@ -102,7 +104,7 @@ def _is_number(value: Any, kind: Number) -> bool:
 
 
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
-    """Check that the files are large enough for the model, at no less than one byte per weight."""
+    """Check that the files are large enough for the model, assuming at least one byte per weight."""
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
         raise _unfit(
@@ -112,7 +114,10 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 
 def _fewest_weights(values: Mapping[str, Any]) -> int:
-    """Return a lower bound for the number of weights: norms, embedding tables and one matrix of an MLP."""
+    """Return a lower bound for the number of weights.
+
+    It counts norms, embedding tables and one matrix of an MLP.
+    """
     rows = max(values.get("tokenizer_vocab_size") or 0, values["make_vocab_size_divisible_by"])
     if values["position_embedding_type"] == "learned_absolute":
         rows += values["max_position_embeddings"]

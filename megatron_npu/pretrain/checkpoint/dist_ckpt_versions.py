@@ -1,4 +1,4 @@
-"""Helpers for requesting sharded state from each version of megatron-core."""
+"""Request sharded state from each version of megatron-core in the form that the version supports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _version() -> tuple[int, int]:
 
 
 def metadata(flags: ShardFlags) -> Metadata:
-    """Return the sharding metadata, which is saved with the checkpoint and used to load it."""
+    """Return the sharding metadata, which checkpoints store for use when they are loaded."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if flags.fully_sharded == "megatron":
         return {"distrib_optim_sharding_type": OF_FSDP}
@@ -32,14 +32,20 @@ def metadata(flags: ShardFlags) -> Metadata:
 
 
 def _sharding_type(fully_reshardable: bool) -> str:
-    """Return the name of the distributed optimizer's format, which was renamed in 0.15."""
+    """Return the name of the distributed optimizer's format.
+
+    The name changed in 0.15.
+    """
     if _version() >= (0, 15):
         return "fully_reshardable" if fully_reshardable else "dp_reshardable"
     return "fully_sharded_model_space" if fully_reshardable else "dp_zero_gather_scatter"
 
 
 def module_metadata(described: Metadata) -> Metadata:
-    """Return the metadata for modules, which includes the process group in 0.16 and newer."""
+    """Return the metadata for modules.
+
+    In 0.16 and later, they include the process group.
+    """
     return described | {"dp_cp_group": _group()}
 
 

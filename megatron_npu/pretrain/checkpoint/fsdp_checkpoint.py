@@ -1,4 +1,4 @@
-"""Checkpoints of a model sharded by Megatron's FSDP, in upstream's format ``fsdp_dtensor``.
+"""Read and write checkpoints of models sharded by Megatron's FSDP, in upstream's ``fsdp_dtensor`` format.
 
 ``torch.distributed.checkpoint`` writes each weight and moment as one tensor, regardless of which rows each
 rank has (the split is uneven, and a rank has no rows of most tensors), so a run can resume with another
@@ -31,12 +31,12 @@ _HALVES = ("_w", "_v")  # gate and input of a gated MLP
 
 
 def sharded(model: Sequence[torch.nn.Module]) -> bool:
-    """Return True if a model is sharded by Megatron's FSDP and therefore uses this format."""
+    """Return True if a model is sharded by Megatron's FSDP, so that its checkpoints use this format."""
     return hasattr(model[0], "megatron_fsdp_dist_index")
 
 
 def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-    """Return the weights and optimizer state of a run in upstream's structure.
+    """Return a run's weights and optimizer state in upstream's structure.
 
     Args:
         model: the only chunk, wrapped in Megatron's FSDP.
@@ -79,7 +79,7 @@ def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
-    """Add missing settings to the parameter groups, so that they are read from the checkpoint.
+    """Add missing settings to the parameter groups, so that the checkpoint's values are read.
 
     For example, a new optimizer has no step count yet.
     """
@@ -91,7 +91,7 @@ def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) ->
 
 
 def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return ``content`` with gated MLPs split into halves, and with the position of each shard added."""
+    """Return ``content`` with gated MLPs split into halves and with each shard's position added."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
@@ -111,7 +111,7 @@ def _bare(name: str) -> str:
 
 
 def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Load only the weights into an unsharded model. All ranks must call this.
+    """Load the weights alone into an unsharded model. All ranks must call this.
 
     Args:
         model: the only chunk, wrapped or not.
@@ -147,7 +147,10 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
 
 
 def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its name; for a weight that was saved in halves, yield each half."""
+    """Yield each weight with its name.
+
+    A weight that was saved in halves is yielded half by half.
+    """
     for wrapped, parameter in model.named_parameters():
         name = _bare(wrapped)
         if name + _HALVES[0] in saved:

@@ -1,4 +1,4 @@
-"""Random generators in a checkpoint: collect, shard and restore the states of a rank."""
+"""Collect, shard and restore the random generator states of a rank for checkpoints."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def restored(
     widened_by_caller: bool = False,
     **changes: object,
 ) -> Iterator[tuple[Flags, torch.nn.Module, Tokenizer]]:
-    """Load a trained model in evaluation mode inside the block, with its flags and tokenizer.
+    """Load a trained model with its flags and tokenizer, in evaluation mode, for use inside the block.
 
     The weights are assembled regardless of the layout in which they were trained.
 
@@ -107,7 +107,7 @@ def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -
 
 
 def _require_memory(module: torch.nn.Module, load: str) -> None:
-    """Check that the weights fit into host memory, if they are loaded there.
+    """Check that the weights fit into host memory if they are loaded into host memory.
 
     Raises:
         UsageError: the weights do not fit.

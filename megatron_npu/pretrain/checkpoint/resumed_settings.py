@@ -1,4 +1,4 @@
-"""Optimizer and schedule settings on resume: the current flags take precedence over the checkpoint.
+"""Restore optimizer and schedule settings from the current flags when a run resumes from a checkpoint.
 
 The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
 learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so the learning
@@ -23,7 +23,7 @@ Settings = list[dict[str, Any]]
 
 
 def of_flags(optimizer: MegatronOptimizer) -> Settings:
-    """Return the settings of each parameter group before anything is loaded."""
+    """Return the settings of each parameter group before a checkpoint is loaded."""
     return [
         {name: value for name, value in group.items() if name not in _STATE}
         for group in optimizer.param_groups
@@ -59,7 +59,9 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     flags: LoadFlags, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Set the schedule to the run's position if a flag selects a schedule; otherwise restart the schedule.
+    """Set the schedule to the run's position if a flag selects a schedule.
+
+    Otherwise the schedule restarts.
 
     Args:
         flags: the flags, with ``--no-load-optim``.

@@ -1,4 +1,4 @@
-"""The ``--save`` folder: lock it for one run, and remove the incomplete files of killed runs."""
+"""Lock the ``--save`` folder for one run, and remove incomplete files of killed runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 @contextlib.contextmanager
 def owned(save: str | None, rank: int) -> Iterator[None]:
-    """Lock ``--save`` for this run inside the block; rank 0 also removes the leftovers of killed runs.
+    """Lock ``--save`` for this run inside the block.
+
+    Rank 0 also removes the leftovers of killed runs.
 
     On a file system without locks, no folder is rejected and nothing is removed.
 
@@ -49,7 +51,9 @@ def owned(save: str | None, rank: int) -> Iterator[None]:
 
 
 def require_shared(save: str | None, *, per_machine: bool) -> None:
-    """Check that all ranks save to one folder. All ranks must call this after they have connected.
+    """Check that all ranks save to the same folder.
+
+    All ranks must call this after they have connected.
 
     Args:
         save: the folder; if it is None or empty, nothing is saved.
@@ -67,7 +71,9 @@ def require_shared(save: str | None, *, per_machine: bool) -> None:
 
 
 def hold_on_each_machine(folder: Path) -> None:
-    """Save to a separate folder on each machine from now on; the first rank of each machine locks it.
+    """Save to a separate folder on each machine from now on.
+
+    The first rank of each machine locks the folder.
 
     Rank 0 has already locked its folder. The lock ends with the process. All ranks must call this.
 
@@ -81,7 +87,7 @@ def hold_on_each_machine(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove checkpoints that a killed run was writing, and restore the one it was about to replace."""
+    """Remove incomplete checkpoints of a killed run, and restore the checkpoint that it was replacing."""
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)

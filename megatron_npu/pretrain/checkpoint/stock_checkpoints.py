@@ -1,4 +1,4 @@
-"""Describe checkpoints of Megatron-LM's own scripts in the same way as the trainer's checkpoints.
+"""Describe checkpoints of Megatron-LM's own scripts in the same form as the trainer's checkpoints.
 
 The trainer writes ``arguments.json``. The scripts store their argparse.Namespace in a pickle, which is in
 ``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in each rank's file
@@ -20,7 +20,7 @@ from megatron_npu.safe_files import safe_load, torch_readers
 
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, whether the trainer or a stock script saved it, or None.
+    """Return the newest checkpoint of the trainer or of a stock script under ``root``, or None.
 
     Only the weights are loaded from a stock script's checkpoint, not the optimizer state and random states.
     Values that depend on its tokenizer are not among its arguments yet.
@@ -42,7 +42,7 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_description.Ch
 
 
 def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
-    """Return the result of ``find``, which must not be None.
+    """Return the checkpoint that ``find`` finds, or raise an error if there is none.
 
     Raises:
         UsageError: the checkpoint does not exist or cannot be read.
@@ -54,7 +54,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
 
 
 def flags_of(path: Path) -> dict[str, Any]:
-    """Return the flags in a stock script's checkpoint whose values are plain.
+    """Return the flags with plain values in a checkpoint of a stock script.
 
     Args:
         path: the checkpoint's directory, as found by ``existing``.
@@ -125,7 +125,10 @@ def read_common(file: Path) -> dict[str, Any]:
 
 
 def _read_among_shards(path: Path) -> dict[str, Any]:
-    """Return a list with the common values that 0.19 stores among the shards; nothing is executed."""
+    """Return a list with the common values that 0.19 stores among the shards.
+
+    No code from the file is executed.
+    """
     content = torch_readers.stored_value(path, checkpoint_files.COMMON_OBJECT)
     values = safe_load.read_part(content, path, safe_load.OF_STOCK_SCRIPTS)
     return _values(values[0] if isinstance(values, list) and values else values, path)
@@ -138,7 +141,7 @@ def _values(found: object, file: Path) -> dict[str, Any]:
 
 
 def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int) -> None:
-    """Check that a stock script's checkpoint has an embedding for every token.
+    """Check that a stock checkpoint has an embedding for every token.
 
     Args:
         found: the checkpoint.

@@ -1,4 +1,4 @@
-"""Find the complete and undamaged checkpoints, from which a run can resume."""
+"""Find the complete, undamaged checkpoints from which a run can resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def surplus(
     is_whole: Callable[[Path], bool],
     newest: int | None = None,
 ) -> list[Path]:
-    """Return the checkpoints to remove, which are older than the newest valid ones.
+    """Return the checkpoints to remove, all of which are older than the newest valid ones.
 
     Damaged checkpoints do not count and are kept.
 
@@ -47,7 +47,7 @@ def surplus(
 
 
 def incomplete(folder: Path) -> list[str]:
-    """Return the reasons why a checkpoint is incomplete according to its format; empty if it is complete."""
+    """Return the reasons why a checkpoint is incomplete, or an empty list if it is complete."""
     from megatron_npu.pretrain.checkpoint import torch_format  # which needs torch
 
     if not torch_format.holds_ranks(folder):

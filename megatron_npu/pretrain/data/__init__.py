@@ -1,1 +1,1 @@
-"""Samples and tokenizers for the built-in trainer."""
+"""Provide samples and tokenizers for the built-in trainer."""

@@ -1,4 +1,4 @@
-"""Training, validation and test samples from megatron-core's datasets, starting at the run's position.
+"""Build training, validation and test samples from megatron-core's datasets, from the run's position on.
 
 Each process reads its own samples (the files are memory-mapped), so tensor-parallel ranks need no broadcast,
 and middle pipeline stages read nothing.
@@ -29,7 +29,9 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run; a dataset is None if its split is empty or not needed.
+    """Datasets of a run.
+
+    A dataset is None if its split is empty or not needed.
 
     Attributes:
         train, valid, test: the dataset of each split.
@@ -43,7 +45,9 @@ class Datasets(NamedTuple):
 
 
 def datasets(flags: DatasetFlags) -> Datasets:
-    """Build the indices on rank 0, then open them on every rank; all ranks must call this.
+    """Build the sample indices on rank 0, then open them on every rank.
+
+    All ranks must call this.
 
     As in Megatron, data is split by documents, and a split that is too short is repeated.
 
@@ -70,14 +74,20 @@ def datasets(flags: DatasetFlags) -> Datasets:
 
 
 def _sizes(flags: DatasetFlags, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
-    """Return the numbers of training, validation and test samples; None stands for the whole split."""
+    """Return the numbers of training, validation and test samples.
+
+    None stands for all samples of a split.
+    """
     batch = flags.global_batch_size
     train = flags.epoch_samples or flags.train_samples or flags.train_iters * batch
     return [train, validation if read["valid"] else 0, flags.eval_iters * batch * read["test"]]
 
 
 def _alone(flags: DatasetFlags, kind: Any, prefix: str, samples: int | None) -> Any:
-    """Return the validation dataset of one prefix with ``samples`` samples, or with all if that is None."""
+    """Return the validation dataset of one prefix with ``samples`` samples.
+
+    If ``samples`` is None, it has all samples.
+    """
     source = {"blend_per_split": [None, ([prefix], None), None]}
     return build(kind, [0, samples, 0], _config(flags, source)).valid
 
@@ -100,7 +110,7 @@ def _config(flags: DatasetFlags, source: Mapping[str, Any]) -> Any:
 
 
 def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
-    """Warn if the vocabulary does not contain most tokens of the first samples."""
+    """Warn if most tokens of the first samples are unknown to the vocabulary."""
     unknown = tokenizers.build(flags.tokenizer).unknown
     if unknown is None:
         return
@@ -112,7 +122,9 @@ def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
 
 
 def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
-    """Return megatron-core's datasets of the given class; all ranks must call this.
+    """Build megatron-core's datasets of the given class.
+
+    All ranks must call this.
 
     Args:
         kind: a dataset class.
@@ -143,7 +155,7 @@ def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
 
 @contextlib.contextmanager
 def _mock_indices_unmentioned() -> Iterator[None]:
-    """Suppress upstream's warning that indices of mock data are not saved; they are not needed again."""
+    """Suppress upstream's warning that the indices of mock data are not saved."""
     upstream, beginning = (
         logging.getLogger("megatron.core.datasets.gpt_dataset"),
         "Unable to save MockGPTDataset",
@@ -160,7 +172,10 @@ def _mock_indices_unmentioned() -> Iterator[None]:
 
 
 def _source(flags: DatasetFlags, read: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the options that define the source of each split for megatron-core; mock data has no source."""
+    """Return the options that define the source of each split for megatron-core.
+
+    Mock data has no source.
+    """
     if flags.train_data_path:
         words = {part: flags.of_part(part) if read[part] else None for part in PARTS}
         return {"blend_per_split": [_blend(words[part], f"--{part}-data-path") for part in PARTS]}
@@ -175,7 +190,7 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
 
 
 def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
-    """Exclude unused splits; the documents of the other splits do not change.
+    """Exclude unused splits without changing the documents of the other splits.
 
     megatron-core (0.12 to 0.16) searches endlessly for the first token of a split without documents.
     """
@@ -191,7 +206,7 @@ def evaluation_count(flags: DatasetFlags) -> int:
 
 
 class ResumableBatchSampler:
-    """Sample indices for the micro batches of one data-parallel rank, starting after ``consumed`` samples.
+    """Yields sample indices for the micro-batches of one data-parallel rank, after ``consumed`` samples.
 
     Args:
         order: maps a position, counted from 0 since the start of the run, to a sample of the dataset.
@@ -223,7 +238,9 @@ def training_batches(flags: BatchFlags, dataset: Dataset | None, consumed: int) 
 def batches(
     flags: BatchFlags, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
 ) -> Batches:
-    """Return an endless iterator of micro batches for each model chunk; None for chunks that need no data.
+    """Return an endless iterator of micro-batches for each model chunk.
+
+    It is None for chunks that need no data.
 
     Args:
         consumed: the number of samples that all ranks have used.

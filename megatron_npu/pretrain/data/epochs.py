@@ -1,4 +1,6 @@
-"""Order of the samples and epochs: each sample occurs once per epoch, and each epoch has a new order.
+"""Order the samples in epochs.
+
+Each sample occurs once per epoch, and each epoch has a new order.
 
 megatron-core has no epochs: a dataset that must return more samples than its documents contain shuffles
 several passes together. Here the dataset returns one pass, and ``Passes`` defines the order of each pass.
@@ -16,7 +18,7 @@ from megatron_npu.pretrain.flags.plan_parts import SourceFlags
 
 
 def samples_of_one(flags: SourceFlags) -> int:
-    """Return the number of samples in one epoch, which are those that the training documents contain.
+    """Return the number of samples in one epoch over the training documents.
 
     The last token of a sample is the first token of the next one, as in megatron-core's GPTDataset. If
     ``--data-path`` has weights, an epoch has the same number of samples, sampled with these weights.
@@ -36,7 +38,7 @@ def _training_tokens(flags: SourceFlags, prefix: str) -> int:
 
 
 class RoundAndRound:
-    """The dataset's order, repeated endlessly."""
+    """Sample order that repeats the dataset's order endlessly."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -47,7 +49,7 @@ class RoundAndRound:
 
 
 class Passes:
-    """The order of samples over epochs. The first epoch uses the dataset's order, which is already shuffled.
+    """Sample order over epochs. The first epoch uses the dataset's order, which is already shuffled.
 
     Args:
         samples: the number of samples per epoch.

@@ -1,4 +1,4 @@
-"""Sources of samples: prefixes, the weights of prefixes, and the shares of the splits."""
+"""Parse the sources of samples: dataset prefixes, their weights, and the shares of the splits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ PARTS = ("train", "valid", "test")  # in the order of a split; a flag --PART-dat
 
 
 def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] | None, list[str]]:
-    """Parse a list of prefixes, each optionally preceded by a weight; return weights (or None) and prefixes.
+    """Parse dataset prefixes, each optionally preceded by a weight.
+
+    Return the weights (or None) and the prefixes.
 
     Raises:
         UsageError: only some prefixes have weights, or a weight is not greater than 0.
@@ -35,7 +37,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
 
 
 def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Log on rank 0 the datasets that are named more than once, possibly under different names.
+    """Log on rank 0 which datasets are named more than once, also under different names.
 
     Each occurrence is sampled separately, so the number of times that a sample occurs per epoch follows from
     the sum of the weights.
@@ -62,7 +64,7 @@ def _number(text: str) -> float | None:
 
 
 def split_shares(text: str) -> list[float]:
-    """Return the shares of training, validation and test in ``--split``.
+    """Return the shares of training, validation and test data in ``--split``.
 
     Raises:
         UsageError: the shares are not valid numbers.
@@ -81,7 +83,7 @@ def split_shares(text: str) -> list[float]:
 
 
 def split_text(text: str) -> str:
-    """Return a ``--split`` value in the form that megatron-core reads: numbers with digits and dots only.
+    """Return a ``--split`` value in megatron-core's format, with digits and dots only.
 
     A value that already has this form is unchanged, because it is part of the name of cached indices.
     """

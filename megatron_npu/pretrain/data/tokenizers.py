@@ -1,4 +1,4 @@
-"""The tokenizer of a run: GPT-2's tokenizer, a Hugging Face tokenizer, or none for numeric data."""
+"""Build the tokenizer of a run: GPT-2's tokenizer, a Hugging Face tokenizer, or none for numeric data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Return the model's number of tokens: the tokenizer's number, or --vocab-size if that is larger.
+    """Return the model's vocabulary size: the tokenizer's size or, if it is larger, --vocab-size.
 
     Raises:
         UsageError: ``--vocab-size`` is smaller than the tokenizer's number of tokens.
@@ -93,7 +93,10 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 
 
 def hashes(flags: TokenizerFlags) -> dict[str, str]:
-    """Return the SHA-256 of each tokenizer file by name, so that a changed vocabulary can be detected."""
+    """Return the SHA-256 of each tokenizer file by name.
+
+    It is used to detect a changed vocabulary.
+    """
     if flags.tokenizer_type == "NullTokenizer":
         return {}
     if flags.tokenizer_type != "HuggingFaceTokenizer":
@@ -111,7 +114,7 @@ def _hash(path: Path) -> str:
 
 
 class DatasetTokenizer:
-    """The tokenizer interface of megatron-core's datasets: size, end of document and identity.
+    """Tokenizer interface of megatron-core's datasets: size, end of document and identity.
 
     The identity is part of the name of cached indices, so it must be the same in every run.
     """

@@ -1,1 +1,1 @@
-"""Flags of the built-in trainer: their declarations, checks and derived values."""
+"""Declare and check the flags of the built-in trainer, and derive values from them."""

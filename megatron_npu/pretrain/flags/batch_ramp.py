@@ -1,4 +1,4 @@
-"""Support for ``--rampup-batch-size``, which increases the batch size over the first samples of a run."""
+"""Implement ``--rampup-batch-size``, which increases the batch size over the first samples of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ramp:
         return self.start + int(consumed / (self.samples / steps)) * self.increment  # upstream's rounding
 
     def iterations(self, begin: int, end: int) -> int:
-        """Return the number of whole global batches between two sample counts."""
+        """Return the number of complete global batches between two sample counts."""
         count = 0
         while begin <= self.samples and begin + (size := self.size(begin)) <= end:
             begin += size

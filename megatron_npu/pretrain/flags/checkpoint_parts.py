@@ -1,4 +1,4 @@
-"""Parts of a run's plan for checkpoints: what is stored and loaded, and whether these are compatible."""
+"""Define the parts of a run's plan for checkpoints: what is stored, what is loaded, and compatibility."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatron_npu.pretrain.flags.plan_parts import Part
 
 @dataclass(frozen=True)
 class ShardFlags(Part):
-    """How the state is sharded. ``fully_sharded`` is the FSDP: ``megatron``'s, ``torch``'s, or None."""
+    """Flags that determine how the state is sharded.
+
+    ``fully_sharded`` names the FSDP: ``megatron``, ``torch`` or None.
+    """
 
     fully_sharded: str | None
     use_distributed_optimizer: bool
@@ -21,7 +24,7 @@ class ShardFlags(Part):
 
 @dataclass(frozen=True)
 class StoreFlags(ShardFlags):
-    """The contents of a checkpoint.
+    """Flags that determine the contents of a checkpoint.
 
     ``all_flags`` are the flags of the whole run: ``arguments.json`` stores them by name, and upstream's
     scripts read them from the ``args`` of a checkpoint, which must be a Namespace.
@@ -50,7 +53,7 @@ class LayoutFlags(Part):
     num_experts: int | None
 
     def sizes(self) -> dict[str, int]:
-        """Return, by flag name, the sizes that must be equal for each rank to find its own state."""
+        """Return the sizes that must be unchanged for each rank to find its own state, keyed by flag name."""
         result = {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
@@ -63,7 +66,7 @@ class LayoutFlags(Part):
 
 @dataclass(frozen=True)
 class ResumeFlags(LayoutFlags):
-    """The settings that decide whether a run can read a checkpoint's weights and optimizer state."""
+    """Flags that decide whether a run can read a checkpoint's weights and optimizer state."""
 
     fully_sharded: str | None
     sharding: str
@@ -77,7 +80,7 @@ class ResumeFlags(LayoutFlags):
 
 @dataclass(frozen=True)
 class LoadFlags(LayoutFlags):
-    """The checkpoint to load, the parts of it to load, and how the schedule continues."""
+    """Flags that select the checkpoint, the parts of it to load, and how the schedule continues."""
 
     load: str
     ckpt_step: int | None

@@ -1,4 +1,4 @@
-"""Set values derived from the flags, as Megatron does. Each function only sets values.
+"""Set values that are derived from the flags, as Megatron does. Each function only sets values.
 
 Only this module modifies flags. The checks of each group (``checks``) call these functions once the required
 values are valid; finally, ``validation.check`` freezes the flags.
@@ -69,7 +69,9 @@ def precision(args: Namespace, wanted: str) -> None:
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Set the FSDP that shards the weights (``megatron``, ``torch`` or None), and Megatron's strategy."""
+    """Set the FSDP that shards the weights (``megatron``, ``torch`` or None) and Megatron's sharding
+    strategy.
+    """
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
     if wrapper is not None:
         args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have
@@ -101,7 +103,10 @@ def recompute_all(args: Namespace) -> None:
 
 
 def experts(args: Namespace) -> None:
-    """Set the inner size of an expert (None in a dense model), and replace a z-loss weight of 0 by None."""
+    """Set the hidden size of an expert (None in a dense model).
+
+    A z-loss weight of 0 is replaced by None.
+    """
     args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # which megatron-core divides by
     args.num_experts = args.num_experts or None  # megatron-core 0.12 writes 0
     if args.num_experts is None:
@@ -115,7 +120,7 @@ def experts(args: Namespace) -> None:
 
 
 def expert_layers(args: Namespace) -> list[bool]:
-    """Return for each layer whether it has experts, according to ``--moe-layer-freq``."""
+    """Return for each layer whether it has experts, as ``--moe-layer-freq`` specifies."""
     frequency = args.moe_layer_freq
     if args.num_experts is None:
         return [False] * args.num_layers
@@ -125,7 +130,10 @@ def expert_layers(args: Namespace) -> list[bool]:
 
 
 def expert_layout(args: Namespace) -> None:
-    """Set the expert-tensor-parallel size, which by default equals the tensor-parallel size."""
+    """Set the expert-tensor-parallel size.
+
+    By default, it equals the tensor-parallel size.
+    """
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
 
@@ -137,7 +145,7 @@ def recompute(args: Namespace) -> None:
 
 
 def layout(args: Namespace) -> None:
-    """Set the data-parallel size, and whether sequence parallelism has an effect."""
+    """Set the data-parallel size, and whether sequence parallelism is used."""
     args.data_parallel_size = args.world_size // model_parallel_size(args)
     args.sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1  # as Megatron
 
@@ -156,7 +164,10 @@ def interleaving(args: Namespace) -> None:
 
 
 def global_batch_size(args: Namespace) -> None:
-    """Set the global batch size, which by default is one micro batch per data-parallel rank."""
+    """Set the global batch size.
+
+    By default, it is one micro-batch per data-parallel rank.
+    """
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
 
@@ -167,7 +178,7 @@ def micro_batches(args: Namespace) -> None:
 
 
 def length(args: Namespace) -> None:
-    """Set whether the run trains at all, before the data is read."""
+    """Set whether the run trains at all, before any data is read."""
     args.trains = args.train_iters != 0
 
 
@@ -179,7 +190,9 @@ def iterations(args: Namespace) -> None:
 
 
 def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] = NOTHING) -> None:
-    """Set the current paths of the tokenizer's files, because a converted checkpoint may have been moved.
+    """Set the current paths of the tokenizer's files.
+
+    A converted checkpoint may have been moved.
 
     Args:
         args: arguments with the file paths under the names of their flags.
@@ -191,17 +204,17 @@ def tokenizer_files(args: Namespace, root: str, given: Mapping[str, str | None] 
 
 
 def vocabulary(args: Namespace, size: int) -> None:
-    """Set the number of tokens."""
+    """Set the vocabulary size."""
     args.tokenizer_vocab_size = size
 
 
 def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
-    """Set the hash of each tokenizer file, which is stored in checkpoints."""
+    """Set the hashes of the tokenizer files, which checkpoints store."""
     args.tokenizer_files = hashes
 
 
 def data(args: Namespace, there: bool) -> None:
-    """Set whether there is data, and reset the number of samples per epoch."""
+    """Set whether the run has data, and reset the number of samples per epoch."""
     args.has_data, args.epoch_samples = there, None
 
 
@@ -221,18 +234,21 @@ def beginning(args: Namespace, place: Path | None) -> None:
 
 
 def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
-    """Set which parts of the checkpoint are loaded besides the weights."""
+    """Set which parts of the checkpoint are loaded in addition to the weights."""
     args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
     args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
 
 
 def widened(args: Namespace) -> None:
-    """Set the flags so that a trained model is built from fp32 modules."""
+    """Set the flags for building a trained model from fp32 modules."""
     args.bf16 = args.fp16 = False
 
 
 def grouped_experts(args: Namespace) -> None:
-    """Set whether a loaded model uses grouped experts, which 0.16 supports only in bf16."""
+    """Set whether a loaded model uses grouped experts.
+
+    megatron-core 0.16 supports them only in bf16.
+    """
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.bf16
 
 
@@ -281,13 +297,16 @@ def schedule(args: Namespace) -> None:
 
 
 def weight_decay(args: Namespace) -> None:
-    """Set the start and end weight decay to the same value if it is constant."""
+    """Set equal start and end values of the weight decay if it is constant."""
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
 
 
 def plot(args: Namespace) -> None:
-    """Set whether a plot is written, which requires a destination and matplotlib."""
+    """Set whether a plot is written.
+
+    This requires a destination and matplotlib.
+    """
     if args.plot is None:
         args.plot = has_matplotlib() and bool(args.save or args.tensorboard_dir)
 
@@ -298,7 +317,7 @@ def has_matplotlib() -> bool:
 
 
 def padded_vocab_size(args: Namespace) -> None:
-    """Set the number of embedding rows, which is the vocabulary size padded for the tensor-parallel ranks."""
+    """Set the number of embedding rows: the vocabulary size padded for the tensor-parallel ranks."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.tokenizer_vocab_size // multiple) * multiple
 

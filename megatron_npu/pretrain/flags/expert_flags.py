@@ -1,4 +1,4 @@
-"""Flags for mixture-of-experts models, with Megatron's names, meanings and defaults."""
+"""Declare the flags of mixture-of-experts models, with Megatron's names, meanings and defaults."""
 
 from __future__ import annotations
 
@@ -69,14 +69,17 @@ class _OneOrMany(argparse.Action):
 
 
 def of_a_dense_model() -> dict[str, Any]:
-    """Return the expert flags' values for a model without experts, for example from an old checkpoint."""
+    """Return the expert flags' values for a model without experts, such as one from an old checkpoint."""
     parser = argparse.ArgumentParser(add_help=False)
     add(parser.add_argument)
     return vars(parser.parse_args([])) | {"expert_tensor_parallel_size": 1}
 
 
 def add(add: Add) -> None:
-    """Add the flags; all except ``--num-experts`` have an effect only together with ``--num-experts``."""
+    """Add the expert flags to a parser.
+
+    All except ``--num-experts`` have an effect only together with ``--num-experts``.
+    """
     _model(add)
     _router(add)
     _balance(add)

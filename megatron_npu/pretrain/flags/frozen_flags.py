@@ -1,4 +1,4 @@
-"""Flags of a run with derived values, which are set once and then become read-only."""
+"""Store flags and derived values, which are set once and then become read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags for the job: when a run ends, which checkpoints are kept, and how the run is validated."""
+"""Declare the flags of the job: when a run ends, which checkpoints it keeps, and how it is validated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Flags for multi-latent attention and multi-token prediction, with Megatron's names and defaults."""
+"""Declare the flags of multi-latent attention and multi-token prediction, with Megatron's names and
+defaults.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the attention flags; all except the first have an effect only with the first, or with yarn."""
+    """Add the attention flags to a parser.
+
+    All except the first have an effect only with the first, or with yarn.
+    """
     add_attention(add)
     add(
         "--rotary-scaling-factor", type=number, default=1.0, help="factor by which yarn extends the positions"
@@ -33,7 +38,7 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add the attention flags, except those that yarn alone also uses."""
+    """Add the attention flags to a parser, except those that yarn also uses without latent attention."""
     add(
         "--multi-latent-attention",
         action="store_true",

@@ -1,4 +1,4 @@
-"""Flags for Muon (Jordan et al. 2024, arXiv:2502.16982), with Megatron's names and defaults."""
+"""Declare the flags of Muon (Jordan et al. 2024, arXiv:2502.16982), with Megatron's names and defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The parts of a run's plan: for each subject, a frozen class whose typed fields are named like the flags.
+"""Define the parts of a run's plan.
+
+Each part is a frozen class for one subject, with typed fields named like the flags.
 
 Each part of the built-in trainer takes only the classes that it needs. ``of`` fills a class from resolved
 flags, which ``validation.check`` returned or a checkpoint has stored.
@@ -20,11 +22,11 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True)
 class Part:
-    """The flags of one subject, as fields with the same names."""
+    """Flags of one subject, as fields with the same names as the flags."""
 
     @classmethod
     def of(cls: type[_Part], args: Namespace) -> _Part:
-        """Return this part, filled from resolved flags.
+        """Create this part from resolved flags.
 
         Raises:
             AttributeError: a flag is missing.
@@ -35,13 +37,13 @@ class Part:
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        """Return the values of the fields that are not copies of the flag with the same name."""
+        """Return the values of fields that are not copies of the flag with the same name."""
         return {}
 
 
 @dataclass(frozen=True)
 class WandbFlags(Part):
-    """The destination of a run in Weights & Biases.
+    """Destination of a run in Weights & Biases.
 
     ``place`` is the local folder; ``config`` contains all flags, which the web site displays.
     """
@@ -59,7 +61,10 @@ class WandbFlags(Part):
 
 @dataclass(frozen=True)
 class SinkFlags(Part):
-    """The destinations of a run's reports; ``wandb`` is None without --wandb-project."""
+    """Destinations of a run's reports.
+
+    ``wandb`` is None without --wandb-project.
+    """
 
     rank: int
     train_iters: int
@@ -77,7 +82,10 @@ class SinkFlags(Part):
 
 @dataclass(frozen=True)
 class ModelSizes(Part):
-    """The sizes from which FLOPs are computed. ``expert_layers``: for each layer, whether it has experts."""
+    """Sizes from which FLOPs are computed.
+
+    ``expert_layers`` contains for each layer whether it has experts.
+    """
 
     hidden_size: int
     num_layers: int
@@ -108,7 +116,10 @@ class ModelSizes(Part):
 
 @dataclass(frozen=True)
 class LogFlags(SinkFlags):
-    """The flags that the log lines include. ``ramps`` says whether the global batch size ramps up."""
+    """Flags that the log lines include.
+
+    ``ramps`` is True if the global batch size ramps up.
+    """
 
     world_size: int = 1
     global_batch_size: int = 1
@@ -130,7 +141,10 @@ class LogFlags(SinkFlags):
 
 @dataclass(frozen=True)
 class TokenizerFlags(Part):
-    """The tokenizer and its files; ``null_tokenizer_eod_id`` is None in ``train``, which has no such flag."""
+    """Tokenizer and its files.
+
+    ``null_tokenizer_eod_id`` is None in ``train``, which does not have the flag.
+    """
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -163,7 +177,7 @@ class SourceFlags(Part):
 
 @dataclass(frozen=True)
 class DatasetFlags(SourceFlags):
-    """The flags that determine which datasets a run reads, and how many samples of each."""
+    """Flags that determine the datasets that a run reads, and the number of samples of each."""
 
     rank: int
     seed: int
@@ -189,7 +203,10 @@ class DatasetFlags(SourceFlags):
 
 @dataclass(frozen=True)
 class BatchFlags(Part):
-    """How micro batches are read. ``epoch_samples``: samples per epoch, or None without --epochs."""
+    """Flags for reading micro-batches.
+
+    ``epoch_samples`` is the number of samples per epoch, or None without --epochs.
+    """
 
     micro_batch_size: int
     num_workers: int
@@ -200,7 +217,7 @@ class BatchFlags(Part):
 
 @dataclass(frozen=True)
 class SampleFlags(Part):
-    """The flags for samples generated during training."""
+    """Flags for generating samples during training."""
 
     sample_prompt: list[str]
     sample_tokens: int
@@ -216,7 +233,7 @@ class SampleFlags(Part):
 
 @dataclass(frozen=True)
 class SaveFlags(Part):
-    """When checkpoints are written, and which of them are kept."""
+    """Flags that determine when checkpoints are written and which of them are kept."""
 
     save: str | None
     save_interval: int | None
@@ -227,7 +244,7 @@ class SaveFlags(Part):
 
 @dataclass(frozen=True)
 class LoopFlags(Part):
-    """The actions between two steps, and their intervals."""
+    """Actions between two steps, with their intervals."""
 
     log_interval: int
     eval_interval: int | None
@@ -238,7 +255,7 @@ class LoopFlags(Part):
 
 @dataclass(frozen=True)
 class EndFlags(Part):
-    """The conditions that end a run before its last iteration."""
+    """Conditions that end a run before its last iteration."""
 
     exit_signal: str
     exit_signal_handler: bool
@@ -248,7 +265,7 @@ class EndFlags(Part):
 
 @dataclass(frozen=True)
 class GuardFlags(Part):
-    """How bad iterations are detected, and how the run reacts to them."""
+    """Flags that determine how bad iterations are detected and handled."""
 
     rerun_mode: str
     loss_spike_policy: str
@@ -259,7 +276,10 @@ class GuardFlags(Part):
 
 @dataclass(frozen=True)
 class EvaluationFlags(Part):
-    """What an evaluation measures; ``samples`` is None without --sample-prompt."""
+    """Flags for evaluations.
+
+    ``samples`` is None without --sample-prompt.
+    """
 
     eval_iters: int
     eval_train_loss: bool
@@ -275,7 +295,7 @@ class EvaluationFlags(Part):
 
 @dataclass(frozen=True)
 class ExpertFlags(Part):
-    """How experts are balanced.
+    """Flags for balancing the load of experts.
 
     ``layers`` says for each layer whether it has experts; prediction layers come last.
     """
@@ -296,7 +316,7 @@ class ExpertFlags(Part):
 
 @dataclass(frozen=True)
 class ModelFlags(Part):
-    """What a GPT model is built from besides its configuration.
+    """Flags from which a GPT model is built in addition to its configuration.
 
     ``yarn_scale`` is YaRN's factor for queries and keys.
     """
@@ -336,7 +356,7 @@ class ModelFlags(Part):
 
 @dataclass(frozen=True)
 class ScheduleFlags(Part):
-    """The schedules of learning rate and weight decay."""
+    """Schedules of the learning rate and the weight decay."""
 
     lr: float
     min_lr: float
@@ -360,7 +380,7 @@ class ScheduleFlags(Part):
     global_batch_size: int
 
     def in_samples(self) -> tuple[int, int, float, int | None]:
-        """Return the length of the run, the decay, the warm-up and the WSD decay, all in samples."""
+        """Return the lengths of the run, the decay, the warm-up and the WSD decay, all in samples."""
         unit, names = self.global_batch_size, "iters"
         if self.train_samples is not None:
             unit, names = 1, "samples"

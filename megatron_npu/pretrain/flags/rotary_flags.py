@@ -1,4 +1,4 @@
-"""Flags for rotary embeddings, with Megatron's names where these exist, and additional flags."""
+"""Declare the flags of rotary embeddings, with Megatron's names where they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Support for ``--config FILE`` and ``--preset NAME``: flags from a file, and the sizes of known models.
+"""Implement ``--config FILE`` and ``--preset NAME``: flags from a file, and sizes of known models.
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
@@ -40,7 +40,10 @@ _LINE = re.compile(r"(?:--)?(?P<name>[A-Za-z][\w-]*)\s*:(?:\s+(?P<value>.*))?$")
 
 
 def add(group: Add) -> None:
-    """Add both flags to a parser; ``expanded`` removes them before the other flags are parsed."""
+    """Add --config and --preset to a parser.
+
+    ``expanded`` removes them before the other flags are parsed.
+    """
     group(
         "--config",
         metavar="FILE",
@@ -59,7 +62,7 @@ def add(group: Add) -> None:
 
 
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command line in which the flags of --preset and --config precede the given ones.
+    """Return a command line in which the flags of --preset and --config precede the user's flags.
 
     Raises:
         UsageError: the preset or file does not exist, or a line does not set a flag to a valid value.
@@ -77,7 +80,7 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Return a ``--config`` file with the flags of a command line.
+    """Return the text of a ``--config`` file with the flags of a command line.
 
     Args:
         typed: the result of ``arguments.parse``.
@@ -101,7 +104,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
 
 
 def _line(action: argparse.Action, value: Any) -> str | None:
-    """Return the line that sets a flag, or None if the flag is a switch that was not used."""
+    """Return the configuration line of a flag, or None for a switch that was not used."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"{action.option_strings[0 if value else -1].removeprefix('--')}: true"
     name = action.option_strings[0].removeprefix("--")
@@ -127,7 +130,7 @@ def _quoted(text: str) -> str:
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the command line without --config and --preset, and the values of these two flags."""
+    """Return the command line without --config and --preset, followed by the values of both flags."""
     rest: list[str] = []
     values: dict[str, list[str]] = {"--config": [], "--preset": []}
     words = iter(argv)
@@ -155,7 +158,10 @@ def _preset(name: str) -> str:
 
 
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag of a file with its values; switches whose value is false are omitted."""
+    """Yield each flag in a file with its values.
+
+    Switches with the value false are omitted.
+    """
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     seen: set[str] = set()
     for where, line in _lines(path):
@@ -198,7 +204,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _flag_and_value(line: str, where: str) -> tuple[str, str]:
-    """Split a line at its colon.
+    """Split a configuration line at its colon.
 
     Raises:
         UsageError: the line is indented, or is not of the form ``flag: value``.
@@ -213,7 +219,7 @@ def _flag_and_value(line: str, where: str) -> tuple[str, str]:
 
 
 def _known_flag(given: str, flags: Collection[str], where: str) -> str:
-    """Return the flag that a line names.
+    """Return the flag that a configuration line names.
 
     The name may be spelled with - or _, because Megatron has flags such as --override-opt_param-scheduler.
     """

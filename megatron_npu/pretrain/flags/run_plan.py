@@ -1,4 +1,4 @@
-"""The plan of a run, derived from its flags: ranks, length, batches and the position to resume from."""
+"""Derive the plan of a run from its flags: ranks, length, batches and the position to resume from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_npu.pretrain.flags.plan_parts import (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as specified by its resolved flags.
+    """Plan of a run, specified by its resolved flags.
 
     Attributes:
         rank, world_size: the number of this process, and the number of processes.
@@ -85,7 +85,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Flags) -> RunPlan:
-        """Return the plan for resolved flags, which are the result of ``validation.check``."""
+        """Create the plan from resolved flags, the result of ``validation.check``."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -123,7 +123,7 @@ class RunPlan:
         )
 
     def batch_behind(self, samples: int) -> int:
-        """Return the size of the global batch that follows the given number of sequences."""
+        """Return the size of the global batch after the given number of sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
 
     def micro_batches_of(self, samples: int) -> int:
@@ -137,12 +137,12 @@ class RunPlan:
 
     @property
     def only_saves(self) -> bool:
-        """True if the run has no iterations, so that the model is only initialized or loaded, and saved."""
+        """True if the run has no iterations and only initializes or loads the model, and saves it."""
         return self.iterations == 0
 
 
 def _sums_over_context(args: Flags) -> bool:
-    """Return True if megatron-core expects the token count of all context-parallel ranks as the divisor.
+    """Return True if megatron-core divides by the token count of all context-parallel ranks.
 
     Up to 0.12 it multiplies each micro batch's mean loss by the number of context-parallel ranks.
     """

@@ -78,7 +78,7 @@ _NOT_OF_THE_MODEL = tuple(
 
 
 def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for the model of a stock checkpoint.
+    """Return the trainer's arguments for the model in a stock checkpoint.
 
     Arguments that depend on its tokenizer are not included.
 
@@ -114,7 +114,7 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a GPT model that is equivalent to a hybrid model of attention and MLP layers.
+    """Return the arguments of a GPT model equivalent to a hybrid model of attention and MLP layers.
 
     Raises:
         UsageError: the hybrid model contains other layers.
@@ -171,7 +171,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values for fields of TransformerConfig that the built-in trainer cannot set."""
+    """Yield the values for TransformerConfig fields that the built-in trainer cannot set."""
     import dataclasses
 
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -193,7 +193,7 @@ def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) -> Namespace:
-    """Return the plain values that the stock scripts read from a checkpoint.
+    """Return the plain values that the stock scripts read from checkpoints.
 
     Args:
         args: the trainer's arguments, after ``validation.check``.
@@ -219,7 +219,7 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
 
 
 def beyond(args: Namespace) -> list[str]:
-    """Return the settings of a model that the stock scripts do not support, each with the reason.
+    """Return the model settings that the stock scripts do not support, each with the reason.
 
     With these settings, the scripts would compute a different model. ``--use-checkpoint-args`` does not help,
     because the scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of

@@ -53,7 +53,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Flags:
-    """Return the flags with all derived values, frozen; the given flags are not changed.
+    """Return a frozen copy of the flags with all derived values.
+
+    The given flags are not changed.
 
     Args:
         args: the result of ``arguments.parse``.

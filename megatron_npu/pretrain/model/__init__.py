@@ -1,1 +1,1 @@
-"""The model, the optimizer and the data-parallel wrapper of the built-in trainer."""
+"""Build the model, the optimizer and the data-parallel wrapper of the built-in trainer."""

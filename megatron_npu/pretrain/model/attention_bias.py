@@ -1,4 +1,7 @@
-"""Add a bias to attention's output projection only; megatron-core has no flag for this."""
+"""Add a bias to only the output projection of attention.
+
+megatron-core has no flag for this.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 
 class BiasedProjection(RowParallelLinear):
-    """A linear layer with a bias, independent of ``config.add_bias_linear``."""
+    """Linear layer with a bias that does not depend on ``config.add_bias_linear``."""
 
     def __init__(self, *args: Any, bias: bool = True, **options: Any) -> None:
         super().__init__(*args, bias=True, **options)

@@ -1,4 +1,4 @@
-"""The data-parallel wrapper, which is Megatron's DDP, Megatron's FSDP or torch's FSDP."""
+"""Wrap a model for data parallelism in Megatron's DDP, Megatron's FSDP or torch's FSDP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
-    """Return the flags that have the same name as fields of a megatron-core config."""
+    """Return the flags that have the same names as fields of a megatron-core config."""
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
 
 
 def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
-    """Wrap a chunk of the model in the wrapper that ``args.fully_sharded`` selects.
+    """Wrap a model chunk in the data-parallel wrapper that ``args.fully_sharded`` selects.
 
     Args:
         module: the chunk, on its device and in its precision.
@@ -48,7 +48,9 @@ def _config(args: Namespace) -> Any:
 
 
 def _torch_fsdp(config: TransformerConfig, module: torch.nn.Module) -> Any:
-    """Return the chunk, sharded layer by layer; weights outside the layers stay gathered during a pass.
+    """Return the chunk, sharded layer by layer.
+
+    Weights outside the layers stay gathered during a forward or backward pass.
 
     Upstream would gather the embedding only while the embedding itself is computed, so that the output layer,
     which uses the same weight, would have only a shard of it.

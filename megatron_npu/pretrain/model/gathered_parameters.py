@@ -1,4 +1,4 @@
-"""Gather, in one step, all parameters that would otherwise be gathered during the forward pass."""
+"""Gather all parameters at once instead of gathering them during the forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build the GPT model, its optimizer and schedule from flags, with megatron-core's classes and local spec.
+"""Build the GPT model, its optimizer and its schedule from flags, with megatron-core's classes.
 
 Functions that fill a megatron-core config take all flags (``args``), because the fields of the config depend
 on the installed version; each field has the name of its flag (``data_parallel.of_the_same_name``).
@@ -59,7 +59,9 @@ def _require_softmax(args: Namespace, known: set[str]) -> None:
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration; its ``attention_flags`` contain the flags for fused attention.
+    """Return the model's configuration.
+
+    Its ``attention_flags`` contain the fused-attention flags.
 
     Raises:
         UsageError: megatron-core rejects the combination, or does not support the selected softmax.
@@ -102,7 +104,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
 
 def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
-    """Return one chunk of the model on the host or device, depending on ``--use-cpu-initialization``.
+    """Return one model chunk, on the host or the device depending on ``--use-cpu-initialization``.
 
     Args:
         stage: the number of the interleaved chunk; None without interleaving.
@@ -139,7 +141,7 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
 
 
 def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
-    """Number the routers of multi-token prediction after those of the other layers.
+    """Number the routers of multi-token prediction layers after those of all other layers.
 
     Up to megatron-core 0.16, their numbers start at 1, so that their losses would be added to those of the
     first layers.
@@ -153,7 +155,7 @@ def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
-    """Return megatron-core's local layer spec for a chunk, which is one spec or one spec per layer."""
+    """Return megatron-core's local layer spec for a model chunk, as one spec or one spec per layer."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if flags.num_experts is None:
@@ -190,7 +192,10 @@ def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any
 
 
 def _stage_is_passed() -> bool:
-    """Return True if chunks receive their number as an argument; megatron-core 0.12 uses a global."""
+    """Return True if chunks receive their number as an argument.
+
+    megatron-core 0.12 uses a global variable.
+    """
     from megatron.core import parallel_state
 
     return "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
@@ -201,7 +206,7 @@ def _stage(stage: int | None) -> dict[str, int | None]:
 
 
 def mean_stage(stage: int | None) -> None:
-    """Inside the block, set megatron-core 0.12's global variable for the number of the interleaved chunk."""
+    """Set megatron-core 0.12's global variable for the number of the interleaved chunk inside the block."""
     from megatron.core import parallel_state
 
     if stage is not None and not _stage_is_passed():
@@ -209,7 +214,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return two booleans: whether a chunk of this process is the model's first, and whether it is the last.
+    """Return whether a chunk of this process is the model's first, and whether it is the last.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -222,7 +227,7 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module on the device, in half precision (with fp32 outputs) if the flags select it."""
+    """Move the module to the device, in half precision with fp32 outputs if the flags select it."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
@@ -230,7 +235,10 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """Return this process's chunks of the model (one without interleaving), moved to the device."""
+    """Build this process's model chunks on the device.
+
+    Without interleaving, there is one chunk.
+    """
     stages, flags, chunks = args.virtual_pipeline_model_parallel_size, ModelFlags.of(args), []
     for stage in range(stages) if stages else [None]:
         mean_stage(stage)
@@ -241,7 +249,7 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
 def wrapped(
     args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
 ) -> DistributedDataParallel:
-    """Return a chunk on the device, in its precision and in its data-parallel wrapper.
+    """Return a model chunk on the device, in its precision and its data-parallel wrapper.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -278,7 +286,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
 
 
 def schedule(flags: ScheduleFlags, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the schedule of the learning rate and the weight decay, which counts samples as in Megatron."""
+    """Return the schedule of learning rate and weight decay, counted in samples as in Megatron."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     total, decay, warmup, last_part = flags.in_samples()
@@ -314,7 +322,7 @@ def connect(
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
 ) -> None:
-    """Set in the configuration how the pipeline schedules scale, reduce and finalize gradients."""
+    """Set how the pipeline schedules scale, reduce and finalize gradients in the model's configuration."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(method: str) -> Any:
@@ -332,7 +340,7 @@ def connect(
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the whole model; each weight is counted once.
+    """Parameter counts of the whole model, with each weight counted once.
 
     Attributes:
         total: the number of all weights.
@@ -347,7 +355,7 @@ class Parameters:
 
 
 def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameters:
-    """Return the parameter counts of the whole model (including vocabulary padding).
+    """Count the parameters of the whole model, including vocabulary padding.
 
     A collective: all ranks must call it. Each rank counts its share in the same way as megatron-core's
     gradient norm: the last stage's copy of a tied embedding is not counted, and replicated weights are
@@ -375,7 +383,7 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return True if this rank is the expert-tensor-parallel rank that counts an expert's weight."""
+    """Return True if this rank counts an expert's weight, so that each weight is counted once."""
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

@@ -1,4 +1,4 @@
-"""Rotary frequencies that some versions of megatron-core compute differently or do not support.
+"""Compute rotary frequencies that some megatron-core versions compute differently or do not support.
 
 These are Llama 3's for an original length other than 8192, YaRN's (in megatron-core since 0.15, in its
 scripts since 0.19), and those that depend on the text length (dynamic NTK). The formulas and the order of
@@ -46,7 +46,10 @@ def is_of_core(flags: ModelFlags) -> bool:
 
 
 def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
-    """Return Llama 3's frequencies: only frequencies of long wavelengths are divided by the factor."""
+    """Return Llama 3's rotary frequencies.
+
+    Only frequencies with long wavelengths are divided by the factor.
+    """
     length = flags.rope_scaling_original_max_position_embeddings
     low, high = flags.rope_scaling_low_freq_factor, flags.rope_scaling_high_freq_factor
     factor, waves = flags.rope_scaling_factor, 2 * math.pi / plain
@@ -57,7 +60,10 @@ def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
 
 
 def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
-    """Return YaRN's frequencies: high frequencies are kept, and low frequencies are interpolated."""
+    """Return YaRN's rotary frequencies.
+
+    High frequencies are kept, and low frequencies are interpolated.
+    """
     pairs = plain.numel()
     dim, base, length = 2 * pairs, flags.rotary_base, flags.yarn_original_max_position_embeddings
 
@@ -77,7 +83,7 @@ def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
 
 
 class DynamicRotary(RotaryEmbedding):
-    """Frequencies whose base increases for texts that are longer than the original length.
+    """Rotary frequencies whose base increases for texts longer than the original length.
 
     All positions of a text that is processed at once use the frequencies for its length. If the text grows
     token by token with a KV cache, each token keeps the angles of its first use, as in Transformers.
@@ -107,7 +113,9 @@ class DynamicRotary(RotaryEmbedding):
         return 1.0 / base ** (torch.arange(0, dim, 2, device=self.plain.device).float() / dim)
 
     def forward(self, max_seq_len: int, *args: Any, **options: Any) -> Tensor:
-        """Return the angles [s, 1, 1, hn] for a text with this number of tokens, like ``RotaryEmbedding``."""
+        """Return the angles ``[s, 1, 1, hn]`` for a text with this number of tokens, like
+        ``RotaryEmbedding``.
+        """
         self.inv_freq = self.frequencies(int(max_seq_len))
         angles: Tensor = super().forward(max_seq_len, *args, **options)
         context, self._growing = self._growing, None
@@ -122,7 +130,10 @@ class DynamicRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        """Return the current number of tokens; upstream's method returns the final number."""
+        """Return the current number of tokens.
+
+        Upstream's method returns the final number.
+        """
         if inference_context is None:
             return super().get_rotary_seq_len(
                 inference_context, transformer, transformer_input, *rest, **options

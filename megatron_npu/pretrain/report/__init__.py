@@ -1,1 +1,1 @@
-"""Output of a run: the log, JSON lines, TensorBoard and the dashboard."""
+"""Report a run's progress in the log, JSON lines, TensorBoard and the dashboard."""

@@ -1,4 +1,4 @@
-"""Support for ``--sample-prompt``, which generates samples during training."""
+"""Implement ``--sample-prompt``, which generates samples during training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Samples:
         self._sampler = Sampler(model, self._tokenizer, flags.tokenizer_vocab_size)
 
     def draw(self) -> list[Text]:
-        """Return a sample for each prompt, using no global random generator. All ranks must call this.
+        """Generate a sample for each prompt without the global random generators.
+
+        All ranks must call this.
 
         Raises:
             UsageError: the model's logits are NaN or infinite.
@@ -52,12 +54,15 @@ class Samples:
 
 
 def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return a prompt's ids; for an empty prompt, the end token, which precedes every text in training."""
+    """Return a prompt's token ids.
+
+    An empty prompt becomes the end token, which precedes every text in training.
+    """
     return tokenizer.encode(prompt) or [tokenizer.eod]
 
 
 def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text that ``tokens`` add to the prompt's text."""
+    """Return the text that ``tokens`` add to the text of the prompt."""
     if prompt == [tokenizer.eod]:
         return tokenizer.decode(tokens)
     head, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])

@@ -1,4 +1,4 @@
-"""Number of floating-point operations in one training step, for the throughput in the log."""
+"""Compute the number of floating-point operations in a training step, for the throughput in the log."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Points = dict[int, float]  # by iteration
 
 @dataclass
 class History:
-    """The logged history of a run and of the runs that it resumed from.
+    """Logged history of a run and of the runs from which it resumed.
 
     Attributes:
         losses: training loss of every iteration.
@@ -91,7 +91,7 @@ class History:
         self.end = row
 
     def _restart(self, row: dict[str, Any]) -> None:
-        """Discard everything after the iteration at which a run starts."""
+        """Discard everything after the iteration at which a resumed run starts."""
         for name in _COUNTED:
             value = row.get(name)
             if value is not None and not (type(value) is int and 0 <= value < _MANY):
@@ -146,7 +146,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reads the file that ``log.Log`` writes, including lines that are added later.
+    """Reader of the file that ``log.Log`` writes, including lines that are added later.
 
     Args:
         path: the file; it may not exist yet.
@@ -180,14 +180,14 @@ class Reader:
 
 
 def read(path: Path) -> History:
-    """Return the history that is read from the file that ``log.Log`` writes."""
+    """Read the history from the file that ``log.Log`` writes."""
     reader = Reader(path)
     reader.update()
     return reader.history
 
 
 def draw(history: History, path: Path) -> None:
-    """Write a PNG with the training and validation loss at the top and the learning rate at the bottom.
+    """Write a PNG plot of the training and validation loss (top) and the learning rate (bottom).
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``validation.check`` checks this earlier).
@@ -198,7 +198,7 @@ def draw(history: History, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """At the end of the block, free the objects in reference cycles that it created, such as a figure.
+    """Free objects in reference cycles that the block created, such as a figure, at its end.
 
     Otherwise, Python's collector would find them only among the old objects, dozens of plots and some hundred
     megabytes later. The collector is disabled in the block, so the objects stay in the young generation,

@@ -1,4 +1,4 @@
-"""The JSON lines of a run, one object per event, which ``history`` and the dashboard read."""
+"""Write the JSON lines of a run, one object per event, which ``history`` and the dashboard read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JsonLines:
 
 
 def _end_line(path: Path) -> None:
-    """Complete a line that a killed run left unfinished, so that the next line is not lost with it."""
+    """End the line that a killed run left incomplete, so that the next line stays readable."""
     with open(path, "ab+", opener=files.own_opener) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
@@ -46,7 +46,10 @@ def _end_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with infinite and NaN numbers, which JSON cannot express, replaced by None."""
+    """Replace infinite and NaN numbers in a value by None.
+
+    JSON cannot represent them.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):

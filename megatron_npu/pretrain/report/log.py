@@ -1,4 +1,4 @@
-"""Log output of a pre-training run: log lines in Megatron's format, JSON lines and TensorBoard curves.
+"""Write the log of a pre-training run: lines in Megatron's format, JSON lines and TensorBoard curves.
 
 Between two log events a step costs only two Python appends: losses stay on the device, and one reduction per
 interval (``loss.means``) gathers them.
@@ -45,7 +45,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Steps:
-    """The values to report for the iterations of an interval.
+    """Values to report for the iterations of an interval.
 
     Attributes:
         samples: the number of training samples that all ranks have used since the start of the run.
@@ -114,14 +114,14 @@ class Log(Sinks):
             self.scalars(iteration, [("batch-size", row["global_batch_size"])])
 
     def _of_layers(self, of_experts: Mapping[str, list[float]]) -> dict[str, Any]:
-        """Return the mean of each expert loss over the layers, and if requested the losses of each layer."""
+        """Return the mean of each expert loss over the layers and, if requested, the losses of each layer."""
         row: dict[str, Any] = {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
         if self.flags.moe_per_layer_logging:
             row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report the machine and pipeline stage of each rank, unless there is only a single rank."""
+        """Report the machine and pipeline stage of each rank if there are several ranks."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
@@ -178,7 +178,7 @@ class Log(Sinks):
         self.scalars(iteration, curves)
 
     def sample(self, iteration: int, text: Text) -> None:
-        """Report a generated sample, as a single line on the console even if it contains line breaks."""
+        """Report a generated sample, on a single console line even if it contains line breaks."""
         self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
         self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
         if self._board is not None:
@@ -197,7 +197,7 @@ class Log(Sinks):
 
 
 def _printable(text: str) -> str:
-    """Return a text for the console, with line breaks, control codes and unprintable characters escaped."""
+    """Escape line breaks, control codes and unprintable characters in a text for the console."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
@@ -245,7 +245,7 @@ def _spaced(name: str) -> str:
 
 
 def line(flags: LogFlags, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line of one log event: Megatron's fields, then throughput and memory."""
+    """Return the console line of a log event, with Megatron's fields followed by throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

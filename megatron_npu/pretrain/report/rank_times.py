@@ -1,4 +1,4 @@
-"""Measure each rank's computation time: the forward pass of one micro batch per step, before ranks wait.
+"""Measure each rank's computation time by the forward pass of one micro-batch per step.
 
 Every rank's step takes as long as that of the slowest rank. Ranks differ in the work that they do before they
 communicate: loading data, and processing the first micro batch with their part of the model. Each rank
@@ -38,7 +38,9 @@ class Place:
 
 
 class RankTimes:
-    """Measures one forward pass per step on this rank, and compares the ranks. Disabled for a single rank.
+    """Measure one forward pass per step on this rank, and compare the ranks.
+
+    This is disabled for a single rank.
 
     Args:
         measures: whether to measure; False if the kernels of a step are replayed as a graph.
@@ -54,11 +56,11 @@ class RankTimes:
             self.places = _places()
 
     def begin(self) -> None:
-        """Start a step: its first forward pass is measured."""
+        """Start a step, whose first forward pass is measured."""
         self._due = self._measures
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a micro batch, and measures its time if it is the first of a step."""
+        """Return a function that runs a micro-batch and, if it is the first of a step, measures its time."""
 
         @functools.wraps(step)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +75,9 @@ class RankTimes:
         return measured if self._measures else step
 
     def take(self) -> list[float]:
-        """Return each rank's mean forward time in milliseconds since the last call; empty if disabled.
+        """Return each rank's mean forward time in milliseconds since the last call.
+
+        The list is empty if measuring is disabled.
 
         A collective: all ranks must call it.
         """
@@ -87,7 +91,9 @@ class RankTimes:
         return torch.cat(every).tolist()
 
     def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
-        """Return a log line about ranks that have become slow; each rank is reported once until it recovers.
+        """Return a log line about ranks that have become slow.
+
+        Each rank is reported once until it recovers.
 
         Args:
             milliseconds: the result of ``take``.
@@ -118,7 +124,7 @@ def _places() -> list[Place]:
 
 
 def _mark() -> Any:
-    """Return the current time: a host time, or an event in the device's queue."""
+    """Return the current time as a host time, or as an event in the device's queue."""
     device = devices.current()
     if device.is_host:
         return time.perf_counter()

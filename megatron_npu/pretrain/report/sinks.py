@@ -1,4 +1,4 @@
-"""Outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar and plot."""
+"""Manage the outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar, plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDS = ("iterations", "exit-interval", "exit-duration", "signal")  # of a run th
 
 
 class Sinks:
-    """The sinks of a run. On ranks other than rank 0, no method has an effect.
+    """Outputs of a run. On ranks other than rank 0, no method has an effect.
 
     Args:
         flags: the destinations.
@@ -76,7 +76,10 @@ class Sinks:
         self._lines.write(event, iteration, values)
 
     def scalars(self, iteration: int, values: Iterable[tuple[str, float | None]]) -> None:
-        """Send values to TensorBoard and Weights & Biases; None values are skipped."""
+        """Send values to TensorBoard and Weights & Biases.
+
+        None values are skipped.
+        """
         numbers = {name: value for name, value in values if value is not None}
         if self._board is not None:
             for name, value in numbers.items():
@@ -85,14 +88,19 @@ class Sinks:
             self._wandb.log(iteration, numbers)
 
     def past(self) -> history.History:
-        """Return the history of the run and of the runs that it resumed from; empty without a file."""
+        """Return the history of the run and of the runs from which it resumed.
+
+        It is empty without a JSON-lines file.
+        """
         if self._reader is None:
             return history.History()
         self._reader.update()
         return self._reader.history
 
     def draw(self) -> Path | None:
-        """Plot the run so far if plots are enabled, and return the path of the plot.
+        """Plot the run so far if plots are enabled.
+
+        Return the path of the plot, or None.
 
         If the plot cannot be written, an error is logged and the run continues.
         """

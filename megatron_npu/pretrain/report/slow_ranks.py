@@ -1,4 +1,4 @@
-"""Find ranks that compute more slowly than others with the same work."""
+"""Find ranks that compute more slowly than other ranks with the same work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SLOWER = 1.5  # than the median of ranks with the same layers
 
 
 def slow_ranks(milliseconds: Sequence[float], stages: Sequence[int]) -> Mapping[int, float]:
-    """Return the ranks that are slower than others with the same layers, each with the slowdown factor."""
+    """Return the slowdown factor of each rank that is slower than other ranks with the same layers."""
     if len(milliseconds) != len(stages):
         return {}
     found: dict[int, float] = {}

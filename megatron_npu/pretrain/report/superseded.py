@@ -1,4 +1,4 @@
-"""Set aside the log entries after the last checkpoint of a killed run, so that each step is logged once.
+"""Move log entries after the last checkpoint of a killed run aside, so that each step is logged once.
 
 The lines are moved to ``NAME.superseded.jsonl`` beside the file, so that nothing is lost.
 """
@@ -20,7 +20,7 @@ def place_of(path: Path) -> Path:
 
 
 def put_aside(path: Path, iteration: int) -> None:
-    """Move the lines about iterations after the start of this run from the JSON-lines file to another file.
+    """Move lines about iterations after the start of this run from the JSON-lines file to another file.
 
     A line about an interval that ends later is shortened: only the losses up to that iteration are kept.
     """
@@ -53,7 +53,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _up_to(row: dict[str, Any], iteration: int) -> list[bytes]:
-    """Return a log line for the part of an interval up to the checkpoint; empty if there is no such part."""
+    """Return a log line for the part of an interval up to the checkpoint, or an empty list."""
     losses = row.get("losses")
     if row["event"] != "train" or not isinstance(losses, list):
         return []

@@ -1,4 +1,4 @@
-"""Log to Weights & Biases (``--wandb-project``); the package is imported only if requested."""
+"""Log to Weights & Biases (``--wandb-project``), whose package is imported only if requested."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ class WandbRun:
             self._tried(_GRACE, self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Flush remaining data, which takes at most ten minutes, and report whether the run failed."""
+        """Flush remaining data, for at most ten minutes, and report whether the run failed."""
         self._tried(_PATIENCE + _GRACE, self._run.finish, exit_code=0 if went_well else 1)
         if self._failed:
             self._give_up()
 
     def _tried(self, limit: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the package; if the call fails, log the first error and let training continue.
+        """Call the wandb package.
+
+        If the call fails, log the first error and let training continue.
 
         If the service process does not answer within ``limit`` seconds, it is killed and the call fails.
         """
@@ -97,7 +99,7 @@ class WandbRun:
                 process.kill()
 
     def _give_up(self) -> None:
-        """Stop the service process of a run that has failed.
+        """Stop the service process of a wandb run that has failed.
 
         At the interpreter's exit the package would otherwise wait for it without a limit, or print a
         traceback.
@@ -114,7 +116,7 @@ def _words(error: Exception) -> str:
 
 
 def _tell_of_server() -> None:
-    """Print the address of the server that is selected by wandb's settings in the working directory.
+    """Print the address of the server that wandb's settings in the working directory select.
 
     That server receives the key of the user's account.
 

@@ -1,1 +1,1 @@
-"""A run of the built-in trainer, from the command to the last iteration."""
+"""Execute a run of the built-in trainer, from the command to the last iteration."""

@@ -1,4 +1,4 @@
-"""Detect bad iterations before their update, and repeat, skip or rewind them.
+"""Detect bad iterations before their weight update, and recompute, skip or rewind them.
 
 ``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
 an unexpected result is computed again from the same state, to distinguish a device that computes incorrectly
@@ -31,7 +31,7 @@ GONE_BACK = 3  # times to the same checkpoint
 
 @dataclass(frozen=True)
 class Fault:
-    """The problem of an iteration.
+    """Problem of an iteration, such as a loss spike.
 
     Attributes:
         words: a description for logs and errors.
@@ -43,7 +43,7 @@ class Fault:
 
 
 class Replay(Iterator[Any]):
-    """An iterator that can repeat the items since the last call of ``begin``.
+    """Iterator that can repeat its items since the last call of ``begin``.
 
     Args:
         source: an iterator over micro batches.
@@ -59,7 +59,7 @@ class Replay(Iterator[Any]):
         return self._kept[self._at - 1]
 
     def begin(self) -> None:
-        """Discard earlier items, because a new iteration starts."""
+        """Discard earlier items at the start of a new iteration."""
         self._kept, self._at = [], 0
 
     def again(self) -> None:
@@ -68,7 +68,9 @@ class Replay(Iterator[Any]):
 
 
 class Guard:
-    """Judges each iteration before its update. Without the two flags, this has no effect and no cost.
+    """Check each iteration before its weight update.
+
+    Without the two flags, this has no effect and no cost.
 
     With them, each iteration waits for its loss, with two small collectives, and all gradients are checked.
 
@@ -90,14 +92,14 @@ class Guard:
         self._data: list[Replay] = []
 
     def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
-        """Make a run's micro batches repeatable if an iteration may have to be computed again."""
+        """Make a run's micro-batches repeatable if iterations may have to be computed again."""
         if found is None or not self.reruns:
             return found
         self._data = [Replay(each) for each in found]
         return [*self._data]
 
     def begin(self) -> None:
-        """Start an iteration by storing the state from which the iteration can be computed again."""
+        """Store the state from which the current iteration can be computed again."""
         if self.reruns:
             self._random = generators.state()
             for each in self._data:
@@ -106,7 +108,9 @@ class Guard:
     def judged(
         self, number: int, sums: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Judge an iteration whose gradients are complete. All ranks must call this and get the same result.
+        """Check an iteration whose gradients are complete.
+
+        All ranks must call this and get the same result.
 
         Args:
             number: the number of the iteration, counted from 1.
@@ -148,7 +152,7 @@ class Guard:
     def _again(
         self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Compute an iteration again from the same state; the second result is used."""
+        """Compute an iteration again from the same state, and use the second result."""
         generators.set_state(self._random)
         for each in self._data:
             each.again()
@@ -170,7 +174,7 @@ class Guard:
         return second, self._fault(number, second)
 
     def leave_out(self, fault: Fault) -> None:
-        """Log that an update is skipped.
+        """Log that an update of the weights is skipped.
 
         Raises:
             DivergedError: too many consecutive updates were skipped.
@@ -194,7 +198,9 @@ class Guard:
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run, and return where training continues, after the samples already used.
+        """Load a checkpoint of this run.
+
+        Return the position at which training continues, after the samples already used.
 
         Args:
             iteration: the iteration of the checkpoint.
@@ -221,5 +227,8 @@ class Guard:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient, which may be sharded by torch's FSDP."""
+    """Return this rank's part of a gradient.
+
+    torch's FSDP may have sharded it.
+    """
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient

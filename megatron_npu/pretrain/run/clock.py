@@ -1,4 +1,4 @@
-"""A clock that measures the training time."""
+"""Measure the time spent on training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_npu import devices
 
 
 class Clock:
-    """Measures only the time spent on training; it is stopped during evaluation, sampling and saving.
+    """Clock that measures only training.
+
+    It is stopped during evaluation, sampling and saving.
 
     It is initially stopped.
     """
@@ -21,11 +23,14 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start the clock, or continue it."""
+        """Start or resume the clock."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Synchronize the device, then stop the clock; this has no effect if the clock is already stopped."""
+        """Synchronize the device, then stop the clock.
+
+        This has no effect if the clock is already stopped.
+        """
         if self._since is None:
             return
         devices.current().synchronize()
@@ -36,7 +41,10 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock inside the block, and continue it afterwards if it was running."""
+        """Stop the clock inside the block.
+
+        If it was running before, it is resumed afterwards.
+        """
         stood = self._since is None
         self.stop()
         try:

@@ -1,4 +1,4 @@
-"""Detection of NaN values and loss spikes, and the messages about them."""
+"""Detect NaN values and loss spikes, and format the messages about them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,15 @@ class Spikes:
         return found
 
     def take(self, loss: float) -> None:
-        """Add the loss of a valid iteration; non-finite losses are ignored."""
+        """Add the loss of a valid iteration.
+
+        Losses that are not finite are ignored.
+        """
         if math.isfinite(loss):
             self._usual.append(loss)
 
     def leap(self, number: int, loss: float) -> str | None:
-        """Return a log line if the loss of an iteration spikes; the loss is not added."""
+        """Return a log line if the loss of an iteration spikes, without adding the loss to the history."""
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
@@ -61,7 +64,7 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Finds the first module of a step whose output is not finite.
+    """Find the first module of a step whose output is not finite.
 
     It is enabled only in verify mode, because each check synchronizes the device.
     """
@@ -76,7 +79,7 @@ class FirstNonFinite:
         verify.forget_bad_output()
 
     def words(self) -> str:
-        """Return a sentence that names the first such module."""
+        """Return a sentence that names the first module with a non-finite output."""
         if not self.watches:
             return f"Set {settings.VERIFY.name}=all to find the first module whose output is not finite."
         if (where := verify.first_bad_output()) is None:

@@ -1,4 +1,4 @@
-"""Validation between two steps: losses on held-out data, and generated samples."""
+"""Evaluate the model between two steps: losses on held-out data, and generated samples."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_npu.pretrain.run.outcome import Prepared
 
 
 class _TimeIsUpError(Exception):
-    """Raised when the time limit has passed, in order to abandon the current evaluation."""
+    """Raised when the time limit has passed, to abandon the current evaluation."""
 
 
 class Evaluation:
-    """Evaluates a model without affecting the random generators and the training data.
+    """Evaluate a model without affecting the random generators or the training data.
 
     Args:
         plan: the plan of the run.
@@ -108,7 +108,10 @@ class Evaluation:
         return checkpoints.advance(position, valid=used)
 
     def _sample(self, iteration: int) -> None:
-        """Generate the samples of --sample-prompt; an error is logged and does not end training."""
+        """Generate the samples of --sample-prompt.
+
+        An error is logged and does not end training.
+        """
         if self._samples is None:
             return
         with self._evaluating():

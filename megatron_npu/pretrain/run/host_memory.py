@@ -1,4 +1,4 @@
-"""Check that this machine has enough memory before large allocations are made."""
+"""Check that this machine has enough free memory before a large allocation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def available(group: Path = _GROUP) -> int:
 
 
 def _left_of_the_process() -> int:
-    """Return the number of bytes that a limit of the process (ulimit -v) still allows."""
+    """Return the number of bytes that the process's own limit (ulimit -v) still allows."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

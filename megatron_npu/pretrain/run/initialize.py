@@ -1,4 +1,4 @@
-"""Set up the process groups, device and seeds of a run on entry, and tear them down on exit."""
+"""Set up process groups, device and seeds at the start of a run, and tear them down at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.run import step_graph
 
 
 def silence_known_warnings() -> None:
-    """Silence warnings in this process that megatron-core always prints and that users cannot act on."""
+    """Silence known warnings of megatron-core that users cannot act on."""
     # each module says what it falls back from (the plug-in brings it), and one warns of its own default
     known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
     warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
@@ -87,7 +87,9 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 def _init_process_group(world_size: int, timeout: timedelta) -> None:
-    """Join the group of all processes; a single process requires no address.
+    """Join the process group of all ranks.
+
+    A single process needs no address.
 
     Raises:
         UsageError: torchrun has restarted the run with a stale store, so that the processes cannot connect,
@@ -118,7 +120,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_numbers_of_device(flags: Flags) -> str:
-    """Return a log line about the random numbers that a run on a CPU does not share; "" if there are none.
+    """Return a log line about random numbers that CPU runs cannot reproduce elsewhere, or an empty string.
 
     A device's generator gives other numbers than a CPU's for the same seed, so that two runs that differ in
     nothing else begin with different losses.

@@ -1,4 +1,4 @@
-"""Final error messages of a run, and the choice of the rank that prints them."""
+"""Print the final error message of a run on the appropriate rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MORE = 3.0  # for the first rank of a machine, which is not that of rank 0
 
 
 def tell(command: str, failure: BaseException) -> int:
-    """Print one line with the reason why a run failed, and return its exit code.
+    """Print one line with the reason for a run's failure, and return the exit code.
 
     Args:
         command: the name of the command.
@@ -42,7 +42,7 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return where an interrupted run can be resumed from, worded as the end of a sentence.
+    """Return the end of a sentence that states where an interrupted run can be resumed from.
 
     Args:
         save: the folder of its checkpoints. If None, there is no folder, or it is not known yet.
@@ -56,7 +56,9 @@ def what_is_saved(save: str | None) -> str:
 
 
 def wait_for_rank_0_to_report() -> None:
-    """Wait until rank 0 has failed, because a launcher stops all ranks when the first one fails.
+    """Wait until rank 0 has failed.
+
+    A launcher stops all ranks as soon as the first one fails.
 
     If only this rank has an error, nothing stops it, and it reports the error itself after the wait. The same
     holds for the first rank on another machine, whose launcher does not notice rank 0 and stops the other

@@ -1,4 +1,4 @@
-"""The training loop: one step, and the decisions when to log, evaluate, save and end."""
+"""Run the training loop: one step, and the decisions when to log, evaluate, save and end."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train until the last iteration, a flag or a signal ends the run; then evaluate, save and return."""
+        """Train until the last iteration, a flag or a signal ends the run, and then evaluate and save."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -109,7 +109,7 @@ class Trainer:
         return self.outcome
 
     def _open_data(self) -> None:
-        """Read the training data from the run's position on; reading from an earlier position is stopped."""
+        """Open the training data at the run's position, and stop reading from an earlier position."""
         self.close()
         self._source = self.training_batches()
         self._data = self.guard.batches(self._source)
@@ -130,11 +130,11 @@ class Trainer:
         return data.batches(self.plan.batches, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
-        """Run one micro batch through one model chunk; the signature is megatron-core's."""
+        """Run one micro-batch through one model chunk, with megatron-core's signature."""
         return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
-        """Train one iteration; log, evaluate and save when these are due."""
+        """Train one iteration, then log, evaluate and save when these are due."""
         due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return
@@ -154,7 +154,7 @@ class Trainer:
 
     @watchdog.phase("training")
     def _step(self) -> bool:
-        """Train one iteration; return False if the run has rewound to a checkpoint instead."""
+        """Train one iteration. Return False if the run has rewound to a checkpoint instead."""
         watchdog.step(self.position.iteration + 1)
         if self.position.iteration in self.plan.loop.iterations_to_skip:
             self._skip_data()
@@ -169,7 +169,7 @@ class Trainer:
         return True
 
     def _compute_gradients(self) -> torch.Tensor:
-        """Compute the gradients of one global batch; return this process's loss sum and token count, [2]."""
+        """Compute the gradients of a global batch. Return this process's loss sum and token count, [2]."""
         self.nonfinite.forget()
         for chunk in self.state.model:
             chunk.zero_grad_buffer()
@@ -195,7 +195,7 @@ class Trainer:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
-        """Return True if the weights are to be updated despite a fault, which is logged.
+        """Return True if the weights are updated despite a fault, which is logged.
 
         Raises:
             DivergedError: the loss or gradient is NaN or infinite, and the flags do not allow it.
@@ -208,7 +208,7 @@ class Trainer:
         return True
 
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
-        """Skip this update, or rewind to the last good checkpoint; return False after rewinding."""
+        """Skip this update, or rewind to the last good checkpoint. Return False after rewinding."""
         self.saving.wait()  # what is being written may be the last good one
         to = self.guard.goes_back_to() if self.plan.guard.loss_spike_policy == "rewind" else None
         if to is None:
@@ -265,7 +265,7 @@ class Trainer:
         forward_only: bool,
         micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """Run one global batch; return this process's loss sum and token count, [2]."""
+        """Run one global batch, and return this process's loss sum and token count, ``[2]``."""
         model = self.state.model
         single = len(model) == 1
         iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
@@ -281,12 +281,12 @@ class Trainer:
         return torch.stack(outputs).sum(0) if outputs else self.no_loss
 
     def _check_gradient(self, norm: float | None) -> None:
-        """End the run if the gradient norm is not finite; fp16 skips such an update and lowers its scale."""
+        """End the run if the gradient norm is not finite. With fp16, the update is skipped instead."""
         if norm is not None and not math.isfinite(norm):
             self._diverged(f"the gradient norm is {norm} at iteration {self.position.iteration + 1}")
 
     def _check_losses(self, losses: list[float]) -> None:
-        """End the run if a loss is NaN or infinite although its gradient is finite, and log loss spikes."""
+        """End the run if a loss is NaN or infinite although its gradient is finite. Log loss spikes."""
         if self.guard.watches:  # which has looked at each before its update
             return
         last = self.position.iteration
@@ -386,7 +386,7 @@ class Trainer:
 def _forward_step(
     batches: Iterator[data.Batch] | None, model: torch.nn.Module, of_all_parts: bool
 ) -> tuple[Any, Any]:
-    """Run one micro batch through one model chunk; for ``of_all_parts`` see ``loss.masked_sum``."""
+    """Run one micro-batch through one model chunk; see ``loss.masked_sum`` for ``of_all_parts``."""
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),

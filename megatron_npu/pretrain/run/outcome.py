@@ -1,4 +1,4 @@
-"""The inputs and the result of a run of the built-in trainer."""
+"""Define the inputs and the result of a run of the built-in trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.pretrain.data.datasets import Datasets
 
 
 class Prepared(NamedTuple):
-    """A model to train, and its data.
+    """Model to train, with its data.
 
     Attributes:
         state: the model, optimizer and schedule.

@@ -1,4 +1,4 @@
-"""Detect that the steps of a run have become slower, and report possible causes."""
+"""Detect when the steps of a run become slower, and report possible causes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REMEMBERED = 500  # stretches between two lines of the log
 
 @dataclass(frozen=True)
 class Load:
-    """A snapshot of the process and its machine.
+    """Snapshot of the load on the process and its machine.
 
     Attributes:
         threads: the number of threads of this process.
@@ -51,7 +51,9 @@ class _Stretch:
 
 
 class Pace:
-    """Compares a run's steps with their median, and reports once each time they become slower.
+    """Compare a run's steps with their median.
+
+    A report is made each time they become slower.
 
     Args:
         look: returns a ``Load``.
@@ -64,7 +66,7 @@ class Pace:
         self._slow: deque[_Stretch] = deque(maxlen=REMEMBERED)
 
     def note(self, seconds: float, steps: int) -> str | None:
-        """Add a group of steps, and return a log line if the steps have become slower.
+        """Add a group of steps. Return a log line if the steps have become slower, or None.
 
         Args:
             seconds: duration of the group.
@@ -102,5 +104,5 @@ def _steps(stretches: Collection[_Stretch]) -> int:
 
 
 def _middle(stretches: Collection[_Stretch]) -> _Stretch:
-    """Return the entry whose time is the median (the upper one of two)."""
+    """Return the entry with the median time, which is the upper one of two middle entries."""
     return sorted(stretches, key=lambda stretch: stretch.seconds)[len(stretches) // 2]

@@ -1,4 +1,4 @@
-"""Implementation of ``megatron-npu pretrain``: parse, check, set up, build, train and report."""
+"""Implement ``megatron-npu pretrain``: parse, check, set up, build, train and report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run, also written to ``<save>/summary.json``. Values that do not apply are None.
+    """Result of a run, also written to ``<save>/summary.json``. Values that do not apply are None.
 
     Attributes:
         device, backend, upstream: what the run used, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
@@ -152,7 +152,9 @@ def train_chunks(
     journal_of: Callable[[LogFlags, int], log.Log] = log.Log,
     own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
-    """Train model chunks inside ``initialize.session``, and return the outcome and the summary.
+    """Train model chunks inside ``initialize.session``.
+
+    Return the outcome and the summary.
 
     Args:
         plan: the plan of the run.
@@ -233,7 +235,10 @@ def _log_start(plan: RunPlan, size: gpt.Parameters, journal: log.Log, position: 
 
 
 def _micro_batches(plan: RunPlan) -> str:
-    """Return the number of micro batches per iteration; with a batch size ramp, the first and last number."""
+    """Return the number of micro-batches per iteration.
+
+    With a batch size ramp, return the first and last numbers.
+    """
     first = "" if plan.ramp is None else f"{plan.micro_batches_of(plan.ramp.start)} to "
     return f"{first}{plan.micro_batches}"
 
@@ -247,7 +252,7 @@ def _say_changes(args: Flags, journal: log.Log) -> None:
 
 
 def _report(plan: RunPlan, size: gpt.Parameters, outcome: Outcome, journal: log.Log) -> Summary:
-    """Draw the plot, and write and return the summary."""
+    """Draw the plot, write the summary and return it."""
     summary = _summary(plan, size, outcome, journal.past(), journal.draw(), journal.path)
     if plan.saves.save and plan.rank == 0:
         path = Path(plan.saves.save) / "summary.json"

@@ -1,4 +1,4 @@
-"""Differences between a run and the checkpoint that it resumes from, with their effects.
+"""Describe differences between a run and the checkpoint from which it resumes, with their effects.
 
 All of them are listed in a single table, which is used by the log, docs/how-to/resume.md and the tests.
 Changes that are rejected are reported by the checks (``checkpoint_compatibility``) and listed only on the
@@ -91,7 +91,7 @@ _LONGEST = 100  # characters of a value that are shown
 
 
 def since(found: CheckpointInfo, args: Flags) -> list[str]:
-    """Return the log lines, one per difference; empty if there are no differences.
+    """Return one log line per difference, or an empty list.
 
     Args:
         found: a checkpoint of the built-in trainer.

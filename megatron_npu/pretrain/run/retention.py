@@ -1,4 +1,4 @@
-"""Decide which checkpoints to keep after a save (``--save-retain-interval``, ``--save-keep-last``)."""
+"""Decide which checkpoints to keep after each save (``--save-retain-interval``, ``--save-keep-last``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 
 
 class Retention:
-    """Removes surplus checkpoints, on rank 0, or with --save-per-machine on one rank of each machine.
+    """Remove surplus checkpoints on rank 0.
+
+    With --save-per-machine, one rank of each machine removes them.
 
     The checkpoint that was just saved is always kept. Without --save-keep-last, only the previous checkpoint
     is removed, as in upstream.
@@ -31,7 +33,7 @@ class Retention:
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
-        """Remove surplus checkpoints once the checkpoint of an iteration is complete."""
+        """Remove surplus checkpoints after the checkpoint of an iteration is complete."""
         if not self._acts or self._root is None:
             return
         before, self._before = self._before, path
@@ -48,5 +50,8 @@ class Retention:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return True if all files exist with the expected sizes; their contents were verified when saved."""
+    """Return True if all files exist with the expected sizes.
+
+    Their contents were verified when they were saved.
+    """
     return not (whole_checkpoints.incomplete(folder) or checksums.of_other_sizes(folder))

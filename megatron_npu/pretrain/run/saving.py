@@ -1,4 +1,4 @@
-"""Save checkpoints synchronously or asynchronously, and log when each checkpoint is complete."""
+"""Save checkpoints synchronously or asynchronously, and log when each of them is complete."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ class Saving:
                 self._writers.finish()
 
     def _saved(self, path: Path, iteration: int) -> None:
-        """Record that the checkpoint of an iteration, possibly an earlier one, is complete."""
+        """Record that the checkpoint of an iteration is complete.
+
+        With --async-save, it may be an earlier iteration.
+        """
         self.last = path
         self.log.say(f" saved {path}")
         self.log.write("checkpoint", iteration, {"path": str(path)})

@@ -1,4 +1,4 @@
-"""Support for --cuda-graph-impl local: the forward and backward passes of a step as one CUDA graph.
+"""Implement --cuda-graph-impl local, which captures a step's forward and backward passes as a CUDA graph.
 
 The host then launches one graph instead of thousands of kernels, so steps whose kernels are shorter than the
 Python code between them take only the time of the kernels. This is equivalent to upstream's wrapper
@@ -24,7 +24,7 @@ Compute = Callable[..., list[torch.Tensor]]
 
 @contextlib.contextmanager
 def on_its_stream(captures: bool) -> Iterator[None]:
-    """Select a stream that can be captured, before the model is built, if ``captures`` is True.
+    """Select a stream that supports capture, before the model is built, if ``captures`` is True.
 
     CUDA's default stream cannot be captured, and autograd accumulates a gradient on the stream on which the
     weight was first used.
@@ -37,7 +37,7 @@ def on_its_stream(captures: bool) -> Iterator[None]:
 
 
 class StepGraph:
-    """Replaces megatron-core's ``forward_backward_func`` for a model without pipeline parallelism.
+    """Replacement for megatron-core's ``forward_backward_func`` for models without pipeline parallelism.
 
     A graph is captured after ``WARM_UP`` steps, and again when the number of micro batches changes (with a
     batch size ramp). Evaluation is not captured.
@@ -61,7 +61,7 @@ class StepGraph:
         forward_only: bool,
         **others: Any,
     ) -> list[torch.Tensor]:
-        """Return the result of ``compute``: the loss sum and token count of each micro batch, [2]."""
+        """Return the loss sum and token count of each micro-batch, ``[2]``, computed by ``compute``."""
         others |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         if forward_only:
             return self._compute(data_iterator=data_iterator, **others)
@@ -80,13 +80,13 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Discard the graph, which frees its device memory, and repeat the warm-up steps."""
+        """Discard the graph to free its device memory, and repeat the warm-up steps."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()
 
     def _capture(self, batches: list[data.Batch], others: dict[str, Any]) -> None:
-        """Capture the kernels of a step as a graph, without executing them."""
+        """Capture the kernels of a step as a graph without executing them."""
         self._inputs = [{name: _own(value) for name, value in batch.items()} for batch in batches]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -97,7 +97,7 @@ class StepGraph:
         self._graph = graph
 
     def _fill(self, batches: list[data.Batch]) -> None:
-        """Copy the step's data into the buffers that the graph reads."""
+        """Copy a step's data into the buffers that the graph reads."""
         for own, batch in zip(self._inputs, batches, strict=True):
             for name, value in batch.items():
                 if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Requests to save and exit: signals (``--exit-signal-handler``) and the time limit."""
+"""Handle requests to save and exit: signals (``--exit-signal-handler``) and the time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Records signals inside the block, so that the loop can end between two iterations.
+    """Record signals inside the block, so that the training loop can end between two iterations.
 
     A second signal of the same kind has its default effect and ends the process immediately.
 
@@ -50,7 +50,7 @@ class Termination:
 
 
 class Deadline:
-    """The time limit of a run (``--exit-duration-in-mins``).
+    """Time limit of a run (``--exit-duration-in-mins``).
 
     Args:
         minutes: the limit. If None, there is no limit and no communication.
@@ -61,7 +61,9 @@ class Deadline:
         self._end = None if minutes is None else began + 60 * minutes
 
     def has_passed(self) -> bool:
-        """Return True if the limit has passed on any process, so that all processes end together.
+        """Return True if the time limit has passed on any process.
+
+        All processes then end together.
 
         All ranks must call this.
         """

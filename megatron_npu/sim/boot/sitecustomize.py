@@ -1,4 +1,4 @@
-"""Code that every Python process under ``megatron-npu sim`` runs at startup, found on PYTHONPATH."""
+"""Set up the simulator at the start of every Python process under ``megatron-npu sim``."""
 
 import importlib.machinery
 import importlib.util
@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize that this one hides, if the environment contains one."""
+    """Run the sitecustomize module that this one hides, if there is one."""
     others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
@@ -17,7 +17,10 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _arm(site: str) -> None:
-    """Load activate.py from its file, because importing it as part of its package would arm the plug-in."""
+    """Load activate.py from its file.
+
+    Importing it as part of its package would arm the plug-in.
+    """
     file = os.path.join(os.path.dirname(_HERE), "activate.py")
     spec = importlib.util.spec_from_file_location("megatron_npu.sim.activate", file)
     assert spec is not None

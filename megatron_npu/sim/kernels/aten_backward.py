@@ -17,7 +17,10 @@ _MEAN = 1  # aten's number of reduction="mean"
 def matmul_backward(
     grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both factors of ``torch.matmul``; None for those not requested in ``mask``."""
+    """Return the gradients of both operands of ``torch.matmul``.
+
+    Those not requested in ``mask`` are None.
+    """
     if self.dim() == 1 and other.dim() == 1:
         return (grad * other if mask[0] else None), (grad * self if mask[1] else None)
     left, right, result = self, other, grad
@@ -50,7 +53,10 @@ def repeat_interleave_backward_int(
 def repeat_interleave_backward_tensor(
     grad: Tensor, input: Tensor, repeats: Tensor, dim: int | None = None
 ) -> Tensor:
-    """Return the gradient of ``repeat_interleave`` with one count per slice; ``dim`` None means flattened."""
+    """Return the gradient of ``repeat_interleave`` with one count per slice.
+
+    If ``dim`` is None, the input is flattened.
+    """
     source = input.flatten() if dim is None else input
     along = 0 if dim is None else dim % input.dim()
     index = torch.repeat_interleave(torch.arange(source.size(along)), repeats.expand(source.size(along)))

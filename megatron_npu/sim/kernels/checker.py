@@ -1,4 +1,4 @@
-"""Conditions on the arguments of operations, and the errors that are raised if one is violated."""
+"""Define conditions on the arguments of operations, and the errors raised for violations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotSimulatedError(LimitError, NotImplementedError):
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on an argument.
+    """Condition on an argument of an operation.
 
     Attributes:
         argument: its name in the operation's schema.
@@ -52,7 +52,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one operation, in the order in which they are checked.
+    """Limits of one operation, in the order in which they are checked.
 
     Attributes:
         source: the document and section that specify them.
@@ -86,7 +86,10 @@ def check(operation: str, table: Limits, arguments: Mapping[str, Any]) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a value in the form used in error messages; for a tensor, its dtype and shape."""
+    """Format a value for error messages.
+
+    A tensor is described by its dtype and shape.
+    """
     if isinstance(value, Tensor):
         return f"{_dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
@@ -142,18 +145,21 @@ def between(argument: str, least: float, most: float) -> Limit:
 
 
 def absent(argument: str) -> Limit:
-    """Require None, because the documentation reserves the argument or says that it is not supported."""
+    """Require None, because the documentation reserves the argument or does not support it."""
     return Limit(argument, "None", lambda a: False)
 
 
 def not_simulated(argument: str, *taken: Any) -> Limit:
-    """Require None or one of these values; hardware accepts other values, but the simulator does not."""
+    """Require None or one of these values.
+
+    Hardware accepts other values, but the simulator does not.
+    """
     names = " or ".join(repr(each) for each in (None, *taken))
     return Limit(argument, names, lambda a: getattr(a, argument) in taken, simulated=False)
 
 
 def required(argument: str) -> Limit:
-    """Require a value, because the argument is optional in the schema but the operation requires it."""
+    """Require a value, which the operation needs although the argument is optional in the schema."""
     return Limit(argument, "a value", lambda a: getattr(a, argument) is not None, even_none=True)
 
 

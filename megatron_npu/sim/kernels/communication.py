@@ -1,4 +1,4 @@
-"""Reference kernels for matmuls that exchange their factors or results between ranks in one operation.
+"""Compute matmuls that exchange their operands or results between ranks in one operation.
 
 The collective runs on the named communicator, so its bytes, order and errors are the same as for a separate
 collective (docs/reference/simulator-hccl.md).
@@ -100,7 +100,7 @@ def npu_mm_all_reduce_base(
 
 
 def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count: int) -> None:
-    """Run a collective on host memory, and wait until it ends.
+    """Run a collective on host memory and wait for its end.
 
     ``count`` is the number of elements of the smaller buffer.
 

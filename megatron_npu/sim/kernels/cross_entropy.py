@@ -1,4 +1,4 @@
-"""Reference kernels for cross entropy, from logits or from the output layer's factors without full logits."""
+"""Compute cross entropy from logits, or from hidden states and output weights without full logits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
-    """Return 1 for targets that count, and 0 for ignored targets."""
+    """Return 1 for counted targets and 0 for ignored targets."""
     if ignore_index < 0:
         return torch.ones(target.shape, dtype=torch.float32)
     return (target != ignore_index).float()
@@ -76,7 +76,7 @@ def npu_fused_linear_online_max_sum(
     vocab_end_index: int,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the statistics of this part of the vocabulary, per row, that the loss requires.
+    """Return the per-row statistics of this part of the vocabulary that the loss requires.
 
     These are each row's largest logit; its sum of exponentials and its target's logit, both relative to the
     largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte is
@@ -123,7 +123,10 @@ def npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
     sum_exp_logits: Tensor | None = None,
     softmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` and ``weight``; the logits' gradient is rounded to their dtype."""
+    """Return the gradients of ``input`` and ``weight``.
+
+    The logits' gradient is rounded to their dtype.
+    """
     if softmax is None:
         logits = input.float() @ weight.float().t()
         softmax = (logits - logits_max[:, None]).exp() / sum_exp_logits[:, None]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Reference kernels for dropout with the mask packed into bits, as the device stores it."""
+"""Compute dropout with the mask packed into bits, as the device stores it."""
 
 from __future__ import annotations
 

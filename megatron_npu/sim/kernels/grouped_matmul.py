@@ -1,4 +1,4 @@
-"""Reference kernels for matmuls of groups of rows with different weights, as used by mixtures of experts."""
+"""Compute matmuls of groups of rows with different weights, as in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def npu_grouped_matmul_list(
 
 
 def group_ends(group_list: Tensor, group_list_type: int) -> list[int]:
-    """Return the cumulative ends for group sizes that are cumulative (type 0) or plain (type 1)."""
+    """Return the cumulative ends of groups.
+
+    The given sizes are cumulative (type 0) or plain (type 1).
+    """
     return [int(end) for end in (group_list.cumsum(0) if group_list_type == 1 else group_list)]
 
 
@@ -106,7 +109,7 @@ def _groups(ends: Sequence[int]) -> list[slice]:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weight + bias, which is summed in fp32 and returned in the dtype of ``x``."""
+    """Return x · weight + bias, accumulated in fp32 and returned in the dtype of ``x``."""
     product = x.float() @ weight.float()
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -123,7 +126,10 @@ def npu_grouped_matmul_add_in_place(
     group_type: int = K_SPLIT,
     group_list_type: int | None = 0,
 ) -> Tensor:
-    """Add x_iᵀ · weight_i to the fp32 ``input`` ``[e, m, n]``; the groups divide k of ``x`` ``[k, m]``."""
+    """Add x_iᵀ · weight_i to the fp32 ``input`` ``[e, m, n]``.
+
+    The groups divide k of ``x`` ``[k, m]``.
+    """
     for total, rows in zip(input, _groups(group_ends(group_list, group_list_type or 0)), strict=True):
         total.add_(x[rows].float().t() @ weight[rows].float())
     return input

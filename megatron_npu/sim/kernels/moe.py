@@ -82,7 +82,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and the input that the backward pass needs, which is empty without probabilities."""
+    """Return the result, and the input for the backward pass, which is empty without probabilities."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -98,7 +98,10 @@ def npu_moe_token_unpermute_grad_v2(
     restore_shape: Sequence[int] | None = None,
     permuted_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sorted tokens and of ``probs``; the latter is empty without ``probs``."""
+    """Return the gradients of the sorted tokens and of ``probs``.
+
+    The latter is empty without ``probs``.
+    """
     copies = 1 if probs is None else probs.size(1)
     grad = grad_unpermuted_tokens.float()
     spread = grad.repeat_interleave(copies, 0)
@@ -230,7 +233,10 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     drop_and_pad: bool,
     restore_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sorted tokens and of ``probs``; the latter is empty without ``probs``."""
+    """Return the gradients of the sorted tokens and of ``probs``.
+
+    The latter is empty without ``probs``.
+    """
     tokens = restore_shape[0]
     grad = unpermuted_tokens_grad.float()
     copies = len(out_index) // max(1, tokens)
@@ -248,7 +254,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of the copies by expert, and the row of each copy in that order (int32)."""
+    """Return the stable order of the copies by expert, and the int32 row of each copy in that order."""
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
@@ -265,7 +271,10 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = None) -> Tensor:
-    """Return the copies of every token as fp32 ``[tokens, topk, h]``; ``topk`` is inferred if it is None."""
+    """Return the copies of every token as fp32 ``[tokens, topk, h]``.
+
+    If ``topk`` is None, it is inferred.
+    """
     each = len(positions) // max(1, tokens) if topk is None else topk
     return _gather(rows, positions).view(tokens, each, rows.size(1))
 

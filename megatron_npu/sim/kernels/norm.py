@@ -34,7 +34,10 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rms_norm(x1 + x2), its 1 / rms, and the sum; torch_npu defines no gradient for this."""
+    """Return rms_norm(x1 + x2), its 1 / rms, and the sum.
+
+    torch_npu defines no gradient for this operation.
+    """
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)
     return y, rstd, total

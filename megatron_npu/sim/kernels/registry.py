@@ -1,4 +1,4 @@
-"""The functions that compute torch_npu's operations, and their registration with torch's dispatcher."""
+"""Register functions that compute torch_npu's operations with torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMESPACES = ("npu", "aten")
 
 @dataclass(frozen=True)
 class Kernel:
-    """The reference kernel of one operation.
+    """Reference kernel of one operation.
 
     Attributes:
         operation: the name and overload without namespace, such as ``npu_apply_adam_w.out``.
@@ -56,7 +56,7 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
-    """Declare a function as the computation of operations ``npu::name`` on host tensors.
+    """Declare a function as the kernel of operations ``npu::name`` for host tensors.
 
     It has the parameters of the operation's schema, with the same names, order and defaults, because torch
     omits arguments that equal the default. The tensors alias the device's memory; the function returns new
@@ -73,7 +73,7 @@ def kernel(*operations: str) -> Callable[[_Function], _Function]:
 
 
 def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a check of its operation's limits, or unchanged if it has no limits."""
+    """Return the function with a check of its operation's limits, if it has any."""
     table = LIMITS.get(operation)
     if table is None:
         return function
@@ -90,7 +90,7 @@ def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., 
 
 
 def register_all() -> list[str]:
-    """Register every declared kernel as the CPU kernel of each schema that this torch_npu has.
+    """Register every declared kernel as the CPU kernel of each schema in the installed torch_npu.
 
     The simulator's device kernel calls these kernels with host views of the device's memory, below autograd.
     A torch_npu operation that performs a computation but has no kernel raises an error that says so.
@@ -111,7 +111,7 @@ def register_all() -> list[str]:
 
 
 def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
-    """Register a kernel, and an error for host tensors, which hardware does not accept.
+    """Register a kernel, and an error for host tensors, which real hardware would reject.
 
     The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key that raises the
     error.
@@ -124,7 +124,7 @@ def _register(library: torch.library.Library, namespace: str, operation: str, ea
 
 
 def _lacks_kernel(name: str) -> bool:
-    """Return True if torch_npu computes an operation on the device but the simulator has no kernel for it."""
+    """Return True if torch_npu has an operation for which the simulator has no kernel."""
     namespace, _, operation = name.partition("::")
     return (
         namespace == "npu"

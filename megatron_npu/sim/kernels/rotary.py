@@ -42,7 +42,10 @@ def npu_apply_rotary_pos_emb(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``query`` and ``key`` in place and return them; the schema does not declare that they change."""
+    """Rotate ``query`` and ``key`` in place and return them.
+
+    The schema does not declare this mutation.
+    """
     for tensor in (query, key):
         tensor.copy_(npu_rotary_mul(tensor, cos, sin, rotary_mode))
     return query, key

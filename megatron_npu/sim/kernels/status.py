@@ -22,11 +22,14 @@ def npu_alloc_float_status(input: Tensor) -> Tensor:
 
 @kernel("npu_get_float_status")
 def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Return the flag, int32 ``[8]`` as on Atlas A2, which is never set."""
+    """Return the overflow flag as int32 ``[8]``.
+
+    It has the format of Atlas A2 and is never set.
+    """
     return torch.zeros(WORDS, dtype=torch.int32)
 
 
 @kernel("npu_clear_float_status")
 def npu_clear_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Clear the flag, and return eight zeros with the dtype of ``input``."""
+    """Clear the overflow flag, and return eight zeros with the dtype of ``input``."""
     return input.new_zeros(WORDS)

@@ -1,4 +1,4 @@
-"""Interface to the compiled ``dataset_indices.cpp``: same results as ``dataset_helpers``, but faster."""
+"""Call the compiled ``dataset_indices.cpp``, which gives the results of ``dataset_helpers`` faster."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None if compiling is disabled or fails; a failure is logged."""
+    """Return the compiled functions, or None if compiling is disabled or fails.
+
+    A failure is logged.
+    """
     if not settings.COMPILED.enabled():
         return None
     folder, without = user_cache.root() / "datasets", f"set {settings.COMPILED.name}=0"
@@ -92,7 +95,9 @@ def blend(
     size: int,
     limits: NDArray[np.int64] | None = None,
 ) -> Int64:
-    """Fill the indices of a blend, and return the number of samples of each dataset.
+    """Fill the indices of a blend.
+
+    Return the number of samples of each dataset.
 
     The library must be available.
 
@@ -141,7 +146,9 @@ def _is_room(array: NDArray[Any], size: int) -> bool:
 def samples_of_documents(
     sizes: NDArray[Any], order: NDArray[Any], samples: int, length: int, extra: int
 ) -> Int64 | None:
-    """Return where each sample begins, ``[samples + 1, 2]``; None if the Python implementation must be used.
+    """Return where each sample begins, ``[samples + 1, 2]``.
+
+    Return None if the Python implementation is required.
 
     Args:
         sizes: ``[documents]``, the number of tokens in each document.
@@ -211,7 +218,7 @@ def rows_of_sentences(
 
 
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return both arrays in the form that the C++ code requires; check them, because that code does not."""
+    """Return both arrays in the form that the C++ code requires, after checking their contents."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
     _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))

@@ -39,7 +39,9 @@ def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
 def build_exhaustive_blending_indices(
     dataset_index: NDArray[np.int16], dataset_sample_index: Int64, sizes: Int64 | list[int], num_datasets: int
 ) -> None:
-    """Take every sample of every dataset once, each from the dataset that is furthest behind its share.
+    """Blend all samples of every dataset once.
+
+    The next sample comes from the dataset that is furthest behind its share.
 
     Args:
         dataset_index: ``[sum of sizes]``, filled with the dataset of each sample.

@@ -112,7 +112,10 @@ def build_blending_indices(
 def _blend(
     dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
 ) -> list[int]:
-    """Do the same in Python, with numpy for many datasets; return the number of samples of each dataset."""
+    """Blend datasets in Python, with numpy if there are many.
+
+    Return the number of samples of each dataset.
+    """
     if len(shares) > _FEW_DATASETS:
         return _blend_of_many(dataset_index, dataset_sample_index, shares, size)
     weights, taken = shares.tolist(), [0] * len(shares)
@@ -265,7 +268,7 @@ def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
 def _usable_documents(
     docs: Int64, sizes: NDArray[np.int32], least: int, checked_from: int
 ) -> list[tuple[int, int, int]]:
-    """Return (document, first sentence, sentence after the last) of each document that yields samples.
+    """Return (document, first sentence, end sentence) of each document that yields samples.
 
     A document must have at least ``least`` sentences; one with ``checked_from`` or more must not contain a
     long sentence.
@@ -279,7 +282,7 @@ def _usable_documents(
 
 
 def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int, *, left_over: int) -> int:
-    """Return the sentence after the last one of the sample that begins with ``first``.
+    """Return the sentence after the last sentence of the sample that begins with ``first``.
 
     The sample has at least ``target`` tokens and ``least`` sentences, and leaves more than ``left_over``
     sentences of the document. If that is not possible, it takes the rest of the document.
@@ -309,7 +312,10 @@ def _shuffled(
 
 
 def _random32(seed: int) -> Iterator[int]:
-    """Yield the random numbers of ``std::mt19937(seed)``, which is numpy's MT19937 with legacy seeding."""
+    """Yield the random numbers of ``std::mt19937(seed)``.
+
+    This is numpy's MT19937 with legacy seeding.
+    """
     generator = np.random.MT19937()
     generator._legacy_seeding(seed)
     while True:
@@ -322,7 +328,7 @@ _TWIST = np.uint64(0xB5026F5AA96619E9)
 
 
 def _random64(seed: int) -> Iterator[int]:
-    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy does not provide."""
+    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy lacks."""
     state = _seeded_state(seed)
     while True:
         # The first half needs old words only, the second the first half's new ones, the last word both.

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm of groups of channels, with a gate. Its parameter is ``weight`` ``[h]``.
+    """RMS norm of groups of channels with a gate, and a parameter ``weight`` ``[h]``.
 
     Args:
         hidden_size: h.

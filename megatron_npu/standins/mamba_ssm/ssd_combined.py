@@ -27,7 +27,7 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return the scan of ``[b, s, heads, p]``, plus ``D x``, times ``silu(z)``.
+    """Return the scan of ``[b, s, heads, p]`` plus ``D x``, multiplied by ``silu(z)``.
 
     Args:
         x, dt, A, B, C: see ``ops.state_space.selective_scan``.
@@ -73,7 +73,8 @@ def mamba_split_conv1d_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return the input ``[b, s, heads p]`` of a layer's last projection, given the output of its first.
+    """Return the input ``[b, s, heads p]`` of a layer's last projection from the output of its first
+    projection.
 
     Args:
         zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: the gate, values, b, c and steps, concatenated.
@@ -107,7 +108,9 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _one_by_one(function: Callable[..., Tensor], lengths: list[int], *tensors: Tensor) -> Tensor:
-    """Apply ``function`` to each sequence of ``tensors`` ``[b, s, …]``, and concatenate the results."""
+    """Apply ``function`` to each packed sequence of ``tensors`` ``[b, s, …]``, and concatenate the
+    results.
+    """
     if len(lengths) == 1:
         return function(*tensors)
     parts = zip(*(tensor.split(lengths, 1) for tensor in tensors), strict=True)

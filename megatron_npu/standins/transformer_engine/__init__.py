@@ -1,4 +1,4 @@
-"""Our layers under TransformerEngine's names, used if requested and if TransformerEngine is not installed.
+"""Provide our layers with TransformerEngine's names, if requested and if TransformerEngine is absent.
 
 megatron-core wraps TransformerEngine's modules in its own classes (``megatron.core.extensions.
 transformer_engine``), which define constructors, sharded checkpoints and bias conventions, with small

@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 
 class DotProductAttention(torch.nn.Module):
-    """The base class of upstream's wrapper, which cannot be instantiated itself.
+    """Base class of upstream's attention wrapper, which cannot be instantiated itself.
 
     Raises:
         UsageError: it is instantiated.
@@ -31,13 +31,16 @@ class DotProductAttention(torch.nn.Module):
 
 
 class _SplitAlongDim:
-    """A class with the one function that upstream uses: it returns views of a tensor along a dimension."""
+    """Class with the one function that upstream uses to split a tensor into views along a dimension."""
 
     @staticmethod
     def apply(
         tensor: Tensor, split_dim: int, split_size_or_sections: int | Sequence[int], squeeze: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return the result of ``torch.split``; with ``squeeze``, remove the dimension from each part."""
+        """Return the result of ``torch.split``.
+
+        With ``squeeze``, the dimension is removed from each part.
+        """
         size = split_size_or_sections
         parts = torch.split(tensor, size if isinstance(size, int) else list(size), dim=split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)

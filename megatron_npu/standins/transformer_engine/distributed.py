@@ -18,7 +18,8 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, which megatron-core's own checkpoint recomputes in backward.
+    """Return ``function(*args, **kwargs)``, which the backward pass recomputes with megatron-core's
+    checkpoint.
 
     Args:
         distribute_saved_activations: whether to split the first argument over the tensor-parallel ranks.
@@ -30,7 +31,10 @@ def checkpoint(
 
 
 def activation_recompute_forward(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    """Return a context that has no effect; TransformerEngine's keeps fp8 scales between forward passes."""
+    """Return a context without effect.
+
+    TransformerEngine's context keeps fp8 scales between forward passes.
+    """
     return nullcontext()
 
 
@@ -40,7 +44,9 @@ def is_fp8_activation_recompute_enabled() -> bool:
 
 
 class CudaRNGStatesTracker:
-    """The base class of upstream's tracker for TransformerEngine; megatron-core's own is used instead.
+    """Base class of upstream's RNG tracker for TransformerEngine.
+
+    megatron-core's own tracker is used instead.
 
     Raises:
         UsageError: it is instantiated.

@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.pytorch.fp8``, the global fp8 state, which is always off."""
+"""Stub for ``transformer_engine.pytorch.fp8``, whose global fp8 state is always off."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class FP8GlobalStateManager:
-    """The queries of the fp8 state that upstream uses."""
+    """Queries of the global fp8 state that upstream uses."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Return False."""
+        """Return False, because fp8 is not supported."""
         return False
 
     @staticmethod
     def get_fp8_recipe() -> None:
-        """Return None, because no recipe is in use."""
+        """Return None, because no fp8 recipe is in use."""
 
 
 def fp8_autocast(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Return a context that has no effect.
+    """Return a context that has no effect, because fp8 is not supported.
 
     Raises:
         UsageError: ``enabled`` is True.

@@ -1,4 +1,4 @@
-"""Linear layers of ``transformer_engine.pytorch``, with and without a preceding norm."""
+"""Implement linear layers of ``transformer_engine.pytorch``, with and without a preceding norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Initializer = Callable[[Tensor], Any]
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Common base class of the layers: the tensor-parallel group, parameters and their initialization.
+    """Base class of the layers, with the tensor-parallel group, parameters and their initialization.
 
     Args:
         tp_group, tp_size: the ranks that share the weights; the size is used only without a group, which may
@@ -79,7 +79,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore the state: fp8 scales have no meaning for weights loaded in full precision."""
+        """Ignore the extra state.
+
+        fp8 scales have no meaning for weights loaded in full precision.
+        """
         if state is not None and getattr(state, "numel", lambda: 1)():
             _logger.info("%s: the fp8 state in the checkpoint is not used", type(self).__name__)
 
@@ -91,7 +94,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     fill(getattr(self, name))
 
     def add_parameter(self, name: str, sizes: tuple[int, ...], fill: Initializer, random: bool) -> Any:
-        """Register a parameter and return it, so that the caller can mark it.
+        """Register a parameter and return it, so that the caller can set attributes on it.
 
         Args:
             random: whether the parameter is initialized from the tracker's state.
@@ -134,7 +137,7 @@ def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], p
 
 
 class Linear(TransformerEngineBaseModule):
-    """A layer that computes ``input @ weight.T + bias``, with the communication of its parallel mode.
+    """Linear layer ``input @ weight.T + bias`` with the communication of its parallel mode.
 
     Args:
         in_features, out_features: the sizes over all tensor-parallel ranks.
@@ -172,14 +175,20 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
-        """Register the parameters that precede the weight; this class has none."""
+        """Register the parameters that precede the weight.
+
+        This class has none.
+        """
 
     def _add_weights(self, fill: Initializer) -> None:
-        """Register all weights and biases; this class has one of each."""
+        """Register all weights and biases.
+
+        This class has one of each.
+        """
         self.add_weights("", fill)
 
     def add_weights(self, number: str, fill: Initializer) -> None:
-        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, with attributes that say how ranks share them.
+        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, with attributes that describe their sharding.
 
         Args:
             number: the suffix of the names, in a layer with several weights.
@@ -199,7 +208,7 @@ class Linear(TransformerEngineBaseModule):
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def take_bias(self) -> None:
-        """From now on, add the bias instead of returning it, and return None, if the matmul can add it.
+        """Add the bias in the matmul from now on, if it supports this, instead of returning it.
 
         A row-parallel layer over several ranks does not do this, because its bias is added after the sum.
         """
@@ -207,17 +216,23 @@ class Linear(TransformerEngineBaseModule):
 
     @property
     def adds_bias(self) -> bool:
-        """True if the output includes the bias; the matmul does not add one if the weight is not trained."""
+        """True if the output includes the bias.
+
+        The matmul does not add a bias if the weight is not trained.
+        """
         taken = self.use_bias and self._takes_bias and self.weight.requires_grad
         return self.apply_bias or taken
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires; the bias may be returned too."""
+        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires.
+
+        The bias may be returned too.
+        """
         output = self._linear(inp)
         return (output, self._left()) if self.return_bias else output
 
     def _left(self) -> Tensor | None:
-        """Return the bias that the caller must add."""
+        """Return the bias that the caller must add, or None."""
         return None if self.adds_bias else self.bias
 
     def _linear(self, inp: Tensor) -> Tensor:
@@ -291,7 +306,10 @@ class LayerNormLinear(Linear):
         bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Do the same as ``Linear``, and append the norm's ``[s, b, i]`` if ``return_layernorm_output``."""
+        """Compute the norm and ``Linear``.
+
+        With ``return_layernorm_output``, append the norm's result ``[s, b, i]``.
+        """
         handed_on = residual_norm.result_of(self, inp)
         normed = self._normalise(inp) if handed_on is None else handed_on
         results: list[Any] = [self._linear(normed)]
@@ -308,7 +326,9 @@ class LayerNormLinear(Linear):
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """A norm and two linear layers in one. It has no instances; peft 0.20 compares layers with this class.
+    """Norm and two linear layers in one class.
+
+    It has no instances, but peft 0.20 compares layers with this class.
 
     Raises:
         UsageError: it is instantiated.

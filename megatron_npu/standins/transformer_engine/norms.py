@@ -1,4 +1,4 @@
-"""The norms of ``transformer_engine.pytorch``."""
+"""Implement the norms of ``transformer_engine.pytorch``."""
 
 from __future__ import annotations
 
@@ -67,11 +67,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """Layer norm with a ``weight`` and a ``bias``; the arguments are those of ``RMSNorm``."""
+    """Layer norm with a ``weight`` and a ``bias``.
+
+    The arguments are those of ``RMSNorm``.
+    """
 
     has_bias = True
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state that TransformerEngine's norms have had since version 2; it is not needed."""
+    """Remove the extra state that TransformerEngine's norms have had since version 2."""
     state_dict.pop(f"{prefix}_extra_state", None)

@@ -1,4 +1,7 @@
-"""Stub for ``transformer_engine.pytorch.ops``: activations as modules; fused chains are rejected."""
+"""Stub for ``transformer_engine.pytorch.ops``: activations as modules.
+
+Fused chains of operations are rejected.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class FusibleOperation(torch.nn.Module):
 
 
 class _Activation(FusibleOperation):
-    """An activation without parameters: maps ``[..., h]``, or ``[..., 2h]`` if gated, to ``[..., h]``."""
+    """Activation without parameters, from ``[..., h]`` (``[..., 2h]`` if gated) to ``[..., h]``."""
 
     function: Callable[[Tensor], Tensor]
 

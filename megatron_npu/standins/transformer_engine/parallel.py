@@ -1,4 +1,4 @@
-"""The matmul of a linear layer with the communication of its mode, based on megatron-core's functions."""
+"""Compute the matmul of a linear layer with the communication of its parallel mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def column(
 def row(
     input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
 ) -> Tensor:
-    """Multiply ``[s, b, i / tp]`` by a weight ``[o, i / tp]``; return ``[s, b, o]``.
+    """Multiply ``[s, b, i / tp]`` by a weight ``[o, i / tp]``.
+
+    Return ``[s, b, o]``.
 
     With ``sequence``, the result is ``[s / tp, b, o]``. The arguments are those of ``column``, but the bias
     ``[o]`` is added to the sum over the ranks.
@@ -81,7 +83,10 @@ def _product(
 
 
 def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return the options that the function accepts; functions of 0.12 know only one tensor-parallel group."""
+    """Return the options that the function accepts.
+
+    Functions of 0.12 support only one tensor-parallel group.
+    """
     return {name: value for name, value in options.items() if name in _parameters(function)}
 
 

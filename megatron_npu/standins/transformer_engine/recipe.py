@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.common.recipe``: fp8 and fp4 recipes, all of which are rejected."""
+"""Stub for ``transformer_engine.common.recipe``, in which all fp8 and fp4 recipes are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:
-    """Report that this precision is not supported, with the reason.
+    """Raise an error that this precision is not supported, with the reason.
 
     Raises:
         UsageError: always.

@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.pytorch.tensor``: the classes that upstream uses to check parameters."""
+"""Stub for ``transformer_engine.pytorch.tensor``, with the classes that upstream uses to check parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class QuantizedTensor:
-    """A quantized tensor class; no tensor is an instance of it.
+    """Class of quantized tensors, which has no instances.
 
     Raises:
         UsageError: an instance is created.

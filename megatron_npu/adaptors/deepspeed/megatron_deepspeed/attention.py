@@ -1,4 +1,4 @@
-"""Patches for ``ParallelAttention`` of ``megatron.model.transformer``: fused attention, softmax for alibi."""
+"""Patch ``ParallelAttention`` of ``megatron.model.transformer``: fused attention, and softmax for alibi."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and bias ``[h]``; with ``get_key_value``, also return the cache.
+    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and a bias ``[h]``.
+
+    With ``get_key_value``, the key-value cache is returned too.
 
     Raises:
         UsageError: a window is requested together with alibi.
@@ -79,7 +81,10 @@ def forward(
 
 
 def _masks_of_this_rank(dropout_p: float) -> AbstractContextManager[Any]:
-    """Return a context in which each rank draws its own dropout masks, because heads are split over ranks."""
+    """Return a context in which each rank draws its own dropout masks.
+
+    Attention heads are split over the ranks.
+    """
     from megatron import mpu
 
     return mpu.get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext()  # type: ignore[no-any-return]
@@ -102,12 +107,18 @@ def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return a mask's part ``[.., sq, sk]`` for these tokens, which a curriculum may have reduced."""
+    """Return the part ``[.., sq, sk]`` of a mask for the given tokens.
+
+    A curriculum may have shortened the sequence.
+    """
     return None if mask is None else mask[..., first : first + query.size(0), : key.size(0)]
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value ``[s, b, n, d]``; if ``encoded`` is given, it yields key and value."""
+    """Return query, key and value ``[s, b, n, d]``.
+
+    For cross-attention, key and value come from ``encoded``.
+    """
     heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
     if encoded is None:
         mixed, _ = self.query_key_value(hidden)
@@ -119,7 +130,10 @@ def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor,
 
 
 def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their positions; upstream fails with a cache (it calls numel on a tuple)."""
+    """Rotate query and key by their positions.
+
+    Upstream fails with a cache, because it calls numel on a tuple.
+    """
     keys, behind = key.size(0), key.size(0) - query.size(0)
     cosine, sine = (table[:, None] for table in self.rotary_emb(value, seq_len=keys))
     return (

@@ -1,4 +1,6 @@
-"""Patches for ``megatron.checkpointing``: safe loading and checksums, also for DeepSpeed's engine."""
+"""Patch ``megatron.checkpointing``: load checkpoints safely and verify checksums, also with DeepSpeed's
+engine.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ connect_checkpoints(records, _enumerations)
 def refuse_in_one_line(
     original: Callable[..., float], self: Any, cls_value: float, sd_value: float, name: str
 ) -> float:
-    """Report differences from the checkpoint's schedule as a short error; the flags have older names here."""
+    """Report a difference from the checkpoint's schedule as a short error with this upstream's older flag
+    names.
+    """
     check = resumed_schedule.refuse_in_one_line
     return check(original, self, cls_value, sd_value, name, flags="lr-scheduler")

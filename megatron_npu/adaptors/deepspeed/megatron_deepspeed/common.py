@@ -1,4 +1,4 @@
-"""Record the patches from ``shared`` and ``deepspeed`` that this upstream has in common with others."""
+"""Record the patches that this upstream shares with others, from ``shared`` and ``deepspeed``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Element-wise functions that upstream compiles with TorchScript's fusers, which do not support NPUs.
+"""Replace element-wise functions that upstream compiles with TorchScript's fusers.
+
+These fusers do not support NPUs.
 
 Patches ``fused_bias_gelu``, ``transformer``, ``glu_activations``, ``positional_embeddings`` and ``utils`` of
 ``megatron.model``.
@@ -19,7 +21,7 @@ fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
-    """Return ``a * b`` for ``input = [a, b]``; maps ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020)."""
+    """Return ``a * b`` for ``input = [a, b]``, mapping ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020)."""
     value, gate = input.chunk(2, -1)
     return value * gate
 
@@ -37,7 +39,10 @@ def reglu(input: Tensor) -> Tensor:
 
 
 def swiglu(input: Tensor) -> Tensor:
-    """Return ``a * silu(b)``: the gate is the second half, unlike in ``ops.activation``."""
+    """Return ``a * silu(b)`` for ``input = [a, b]``.
+
+    The gate is the second half, unlike in ``ops.activation``.
+    """
     value, gate = input.chunk(2, -1)
     return value * F.silu(gate)
 
@@ -53,7 +58,9 @@ constant(
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the tables ``[s, 1, d]`` from row ``offset`` on."""
+    """Rotate ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the rows of the tables ``[s, 1, d]`` from
+    ``offset`` on.
+    """
     return _turn(q, cos, sin, offset), _turn(k, cos, sin, offset)
 
 

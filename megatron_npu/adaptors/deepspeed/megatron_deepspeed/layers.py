@@ -1,4 +1,4 @@
-"""Layer norm without CUDA extensions, and a row-parallel bias that all ranks share."""
+"""Replace layer norm's CUDA extension, and make all ranks share the bias of row-parallel layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ around(
 
 @replace(f"{_NORM}.forward", why=_WHY)
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Normalize ``[..., h]``; as with upstream's CUDA kernel, the result has the weight's dtype."""
+    """Apply layer norm to ``[..., h]``.
+
+    The result has the weight's dtype, as with upstream's CUDA kernel.
+    """
     if self.layernorm_tp_auto_sync:
         _average_over_tensor_parallel_ranks(self.weight, self.bias)
     return norm.mixed_norm(input, self.weight, self.bias, self.eps)
@@ -37,7 +40,10 @@ def forward(self: Any, input: Tensor) -> Tensor:
     ),
 )
 def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
-    """Average the bias over the ranks before calling the layer; upstream averages it after the matmul."""
+    """Average the bias over the ranks before calling the layer.
+
+    Upstream averages it after the matmul.
+    """
     if not self.bias_tp_auto_sync:
         return original(self, input_)
     if self.bias is not None:
@@ -51,7 +57,7 @@ def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tenso
 
 @torch.no_grad()
 def _average_over_tensor_parallel_ranks(*parameters: Tensor) -> None:
-    """Average the parameters over the ranks without ``ReduceOp.AVG``, which gloo does not support."""
+    """Average the parameters over the ranks without ``ReduceOp.AVG``, which gloo lacks."""
     from megatron import mpu
 
     group, size = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()

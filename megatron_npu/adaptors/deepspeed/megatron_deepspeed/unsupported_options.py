@@ -1,4 +1,4 @@
-"""Patches for ``megatron.arguments``: reject options that DeepSpeed or this checkout cannot run."""
+"""Patch ``megatron.arguments`` to reject options that DeepSpeed or this checkout does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Reject options that cannot work.
+    """Reject unsupported options.
 
     Raises:
         UsageError: ``--cpu-optimizer`` or ``--universal-checkpoint`` is given, or ``--deepspeed`` is given

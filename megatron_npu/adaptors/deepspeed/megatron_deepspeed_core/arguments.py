@@ -1,4 +1,4 @@
-"""Patches for ``megatron.arguments``: arguments that the pretraining scripts read but upstream omits."""
+"""Patch ``megatron.arguments`` to add arguments that the pretraining scripts read but upstream omits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import U
     until=UNTIL,
 )
 def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Set ``deepspeed_config_dict`` to None, which is its value without ``--deepspeed``."""
+    """Set ``deepspeed_config_dict`` to None, its value without ``--deepspeed``."""
     parsed: argparse.Namespace = original(*args, **kwargs)
     parsed.deepspeed_config_dict = None
     return parsed

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.checkpointing``: safe loading of checkpoints, also for DeepSpeed's engine."""
+"""Patch ``megatron.checkpointing`` to load checkpoints safely, also with DeepSpeed's engine."""
 
 from __future__ import annotations
 

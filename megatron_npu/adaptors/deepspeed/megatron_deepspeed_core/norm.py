@@ -1,4 +1,4 @@
-"""Patches for layer norm and RMS norm, using ``megatron.model``'s versions for devices other than CUDA."""
+"""Patch layer norm and RMS norm in the versions of ``megatron.model`` for devices other than CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _OF_CUDA = ("no_persist_layer_norm", "mem_efficient_ln", "apply_layernorm_1p")
     until=UNTIL,
 )
 def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Remove the arguments that select a CUDA kernel; --apply-layernorm-1p is rejected elsewhere."""
+    """Remove the constructor arguments that select a CUDA kernel.
+
+    --apply-layernorm-1p is rejected elsewhere.
+    """
     original(self, *args, **{name: value for name, value in kwargs.items() if name not in _OF_CUDA})
 
 
@@ -36,7 +39,10 @@ def initialise(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     "--fp32-residual-connection",
 )
 def forward(self: Any, x: Tensor) -> Tensor:
-    """Apply layer norm to ``[..., h]``; the result has the weight's dtype."""
+    """Apply layer norm to ``[..., h]``.
+
+    The result has the weight's dtype.
+    """
     return norm.mixed_norm(x, self.weight, self.bias, self.eps)
 
 

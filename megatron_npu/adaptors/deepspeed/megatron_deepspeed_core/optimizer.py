@@ -1,4 +1,4 @@
-"""Patches for ``megatron.optimizer`` that use the same Adam and the same clipping with and without CUDA."""
+"""Patch ``megatron.optimizer`` to use the same Adam and the same clipping with and without CUDA."""
 
 from __future__ import annotations
 
@@ -71,12 +71,15 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """By default, exempt biases and parameters that are one-dimensional unsharded from weight decay."""
+    """Exempt biases and parameters that are one-dimensional when unsharded from weight decay by default."""
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Apply upstream's rule to the whole parameter, whose shape DeepSpeed stores as ``ds_shape``."""
+    """Return True if a parameter has no weight decay.
+
+    The rule uses the unsharded shape, which DeepSpeed stores as ``ds_shape``.
+    """
     return name.endswith(".bias") or len(getattr(parameter, "ds_shape", parameter.shape)) == 1
 
 
@@ -97,7 +100,9 @@ def clip_grad_norm_fp32(
     norm_type: float = 2,
     model_parallel_group: Any = None,
 ) -> float:
-    """Scale the fp32 gradients of ``parameters`` so that their norm is at most ``max_norm``; return the norm.
+    """Scale the fp32 gradients so that their norm is at most ``max_norm``.
+
+    Return the norm before scaling.
 
     Args:
         parameters: the parameters whose gradients are scaled.

@@ -1,4 +1,4 @@
-"""Fix the rotary embedding of ``megatron.model.rotary_pos_embedding``, in which upstream confuses two tables.
+"""Fix the rotary embedding of ``megatron.model.rotary_pos_embedding``, where upstream confuses two tables.
 
 Upstream builds a table of cosines and one of sines, then passes the first to queries and the second to keys
 as if they were angles, and computes the cosine and sine of these again. Here, both tables are passed as one
@@ -27,17 +27,20 @@ _MODULE = "megatron.model.rotary_pos_embedding"
     ),
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which can still be unpacked into two."""
+    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which callers can unpack into two."""
     return torch.stack(original(*args, **kwargs))
 
 
 def side_by_side(tables: Any) -> Tensor | None:
-    """Join the two tables that a layer receives into one, ``[s, 1, 1, 2 r]``, whose rows can be selected."""
+    """Join a layer's two tables into one, ``[s, 1, 1, 2 r]``, whose rows can be selected by position."""
     return None if tables is None else torch.cat([*tables], -1)
 
 
 def turn(t: Tensor, tables: Tensor) -> Tensor:
-    """Rotate ``[s, b, n, d]`` by the tables from ``side_by_side``, which may have more than s rows."""
+    """Rotate ``[s, b, n, d]`` by the tables from ``side_by_side``.
+
+    The tables may have more than s rows.
+    """
     cosine, sine = tables[: t.size(0)].chunk(2, -1)
     return rotary_by_tables(t, cosine, sine)
 

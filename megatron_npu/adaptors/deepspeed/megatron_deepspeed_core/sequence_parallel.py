@@ -1,4 +1,4 @@
-"""Support for DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023).
+"""Support DeepSpeed's sequence parallelism (Ulysses, Jacobs et al. 2023).
 
 Tokens are exchanged for heads in attention. ``attention`` uses this module when it builds the layers.
 """
@@ -17,7 +17,7 @@ _BATCH_DIMENSION = 1  # of [s, b, n, d]
 
 
 def give_mask(exchange: Any) -> None:
-    """Make a ``DistributedAttention`` accept the call that upstream makes without flash attention.
+    """Make a ``DistributedAttention`` accept upstream's call without flash attention.
 
     Upstream passes the mask where DeepSpeed 0.19.8 expects the index of the batch dimension, passes no
     positions, and has already merged the heads that DeepSpeed distributes again.
@@ -44,7 +44,10 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
 ) -> Tensor:
-    """Map this rank's tokens ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``; the mask covers all tokens."""
+    """Map this rank's tokens ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``.
+
+    The mask covers the tokens of all ranks.
+    """
     if exchange.rotary_tables is not None:
         from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""Fixes for the T5 of ``megatron.model.t5_model``, which calls functions that upstream has since changed.
+"""Fix the T5 model in ``megatron.model.t5_model``, which calls functions that have changed in upstream.
 
 ``--decoder-num-layers`` has no default (see ``arguments.py``), the cross-attention mask is passed in place of
 a retriever's ids, and the expert losses are returned even if they were not requested.
@@ -40,7 +40,7 @@ def with_mask_of_cross_attention(
     until=UNTIL,
 )
 def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return only the losses ``[b, s]`` unless the expert losses were requested."""
+    """Return only the losses ``[b, s]`` unless the caller requests the expert losses."""
     output = original(self, *args, **kwargs)
     losses = isinstance(output, tuple) and self.post_process and self.add_decoder
     if losses and not self.return_moe_loss:

@@ -1,4 +1,4 @@
-"""Fixes for ``tools/generate_samples_gpt.py``, which calls a model that upstream has since changed.
+"""Fix ``tools/generate_samples_gpt.py``, which calls a model whose interface has changed in upstream.
 
 The script declares a flag that the tree now declares itself, and passes keys and values between steps in the
 form that bigscience's model expects (``layer_past``). The GPT of this checkout otherwise keeps them in
@@ -31,7 +31,10 @@ _TWICE = "--local_rank"  # of the checkout, and of the tool
 def with_flag_of_the_tool(
     original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Allow a script to declare the flag again; the script's declaration takes precedence."""
+    """Allow a script to declare a flag again.
+
+    The script's declaration takes precedence.
+    """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         declared = parser._option_string_actions
@@ -57,7 +60,7 @@ def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs:
 
 
 class _Remembering:
-    """A wrapper that makes a model of this checkout callable by ``megatron.text_generation_utils``."""
+    """Wrapper that makes a model of this checkout callable by ``megatron.text_generation_utils``."""
 
     def __init__(self, model: Any) -> None:
         from megatron import text_generation_utils as tool
@@ -77,7 +80,9 @@ class _Remembering:
         get_key_value: bool | None,
         forward_method_parallel_output: bool | None,
     ) -> Any:
-        """Return the output ``[b, s, v]``; with ``get_key_value``, also the cache of all tokens so far.
+        """Return the output ``[b, s, v]``.
+
+        With ``get_key_value``, the cache of all tokens so far is returned too.
 
         Args:
             tokens: ``[b, s]``; with ``get_key_value``, only those that have not been processed yet.
@@ -112,7 +117,7 @@ def _memory(batch: int, length: int) -> Any:
 
 
 def _forbid_padding(output: Tensor) -> None:
-    """Set the last stage's logits ``[b, s, v]`` of tokens that only pad the vocabulary to minus infinity."""
+    """Set the last stage's logits ``[b, s, v]`` of vocabulary padding to minus infinity."""
     from megatron import get_tokenizer
     from megatron.core import mpu
 

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.arguments``: reject options that DeepSpeed or this checkout cannot run."""
+"""Patch ``megatron.arguments`` to reject options that DeepSpeed or this checkout does not support."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Reject options that cannot work.
+    """Reject unsupported options.
 
     Raises:
         UsageError: ``--ds-sequence-parallel-fpdt`` is given; ``--ds-sequence-parallel-size`` is given where
@@ -45,7 +45,9 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
-    """Reject cases in which upstream fails, or in which the ranks of a sequence would train independently."""
+    """Reject sequence-parallel runs in which upstream fails or in which a sequence's ranks train
+    independently.
+    """
     given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
     if max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1:
         raise UsageError(
@@ -70,7 +72,7 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
 
 
 def _refuse_rotary(args: argparse.Namespace) -> None:
-    """Reject cases in which upstream fails or ignores positions; elsewhere it trains with wrong angles."""
+    """Reject rotary options with which upstream fails, ignores positions or trains with wrong angles."""
     ranks = args.ds_sequence_parallel_size > 1
     if ranks or (args.deepspeed and not args.no_pipeline_parallel):
         raise UsageError(

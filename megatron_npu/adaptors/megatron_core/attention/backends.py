@@ -1,4 +1,4 @@
-"""Select the attention implementation with the switches of TransformerEngine and the dynamic engine.
+"""Select the attention implementation from the switches of TransformerEngine and of the dynamic engine.
 
 Patches ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
@@ -29,7 +29,10 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     ),
 )
 def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
-    """Log the variables that are set, and do not check or export them: only TransformerEngine reads them."""
+    """Log the attention variables that are set, without checking or exporting them.
+
+    Only TransformerEngine reads them.
+    """
     given = tuple(f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ)
     if given:
         _say(" ".join(given))
@@ -57,7 +60,7 @@ def _say(given: str) -> None:
     why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Report the dynamic engine's unmet requirements and the engines that can be used instead.
+    """Raise an error that names the dynamic engine's unmet requirements and the alternatives.
 
     In 0.16, the static engine tries the dynamic engine first and falls back to its own code if that fails.
 

@@ -1,4 +1,4 @@
-"""The arguments of one forward call of core attention, except its tensors."""
+"""Define the non-tensor arguments of a forward call of core attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.attention import PackedSequences, attention
 
 @dataclass(frozen=True)
 class CoreAttentionCall:
-    """The arguments of a call, and the two ways to run ``ops.attention`` with them.
+    """The arguments of a core attention call, and two methods that run ``ops.attention`` with them.
 
     Attributes:
         options: what was decided when the layer was built.
@@ -41,7 +41,7 @@ class CoreAttentionCall:
         return core_attention.attend(query, key, value, **self._arguments(), **visible).flatten(2)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Map ``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]`` for concatenated sequences (thd).
+        """Map ``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]`` for packed sequences (thd).
 
         The last query of a sequence is aligned with its last key.
         """
@@ -58,7 +58,7 @@ class CoreAttentionCall:
         }
 
     def of_rank(self, group: dist.ProcessGroup) -> CoreAttentionCall:
-        """Return the call for the heads that this rank of ``group`` receives in exchange for its tokens."""
+        """Return the call for the heads that this rank computes after the all-to-all in ``group``."""
         if self.sink is None:
             return self
         return replace(self, sink=self.sink.chunk(group.size())[group.rank()])

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is partitioned over the ranks of a context-parallel group.
+"""Compute attention over a sequence that is partitioned over a context-parallel group.
 
 megatron-core splits a sequence, or each packed sequence, into 2·cp equal chunks and assigns the chunks r and
 2·cp - 1 - r to rank r, which balances causal work. ``--cp-comm-type`` selects the exchange: keys and values
@@ -51,7 +51,9 @@ from megatron_npu.ops.dispatch import report_fallback
 
 
 def group_of(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
-    """Return the ranks that share a batch's sequences, or None if this rank has the whole sequences.
+    """Return the group whose ranks share the sequences of a batch.
+
+    Return None if this rank has whole sequences.
 
     Packed sequences may name their own group, or specify that one rank has all of them (``PackedSeqParams``,
     since 0.16). Otherwise, the group is that of this layer (since 0.15) or that of the whole run.
@@ -74,7 +76,7 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
-    """Make attention dropout use different masks on the ranks of a sequence, whose RNG states are equal.
+    """Use different attention dropout masks on the ranks of a sequence, although their RNG states are equal.
 
     The state and the rank determine the masks, so that a recomputed layer drops the same values again.
     Afterwards, the state is the same on all ranks again, and has advanced.
@@ -125,7 +127,7 @@ def attend(
 def _causal_or_masked(
     call: CoreAttentionCall, group: dist.ProcessGroup, mask: Tensor | None, tokens: int
 ) -> tuple[bool, Tensor | None]:
-    """Return whether no query sees a later key, and the mask if it hides anything else."""
+    """Return whether the call is causal, and the mask if it hides more than future keys."""
     if call.options.window_alone:
         return False, None
     if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
@@ -136,7 +138,7 @@ def _causal_or_masked(
 def _reason_against_a_ring(
     call: CoreAttentionCall, tokens: int, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> str | None:
-    """Return the reason why the ring cannot compute attention over a sequence of ``tokens``, or None."""
+    """Return the reason why ring attention cannot compute a sequence of ``tokens``, or None."""
     if mask is not None:
         return "the data loader's mask"
     if key.size(-1) != value.size(-1):
@@ -158,7 +160,7 @@ def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
 def _ring(
     call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend to keys that arrive in a ring: from all other ranks, or with ``a2a+p2p`` only from far ranks.
+    """Compute ring attention over the keys of all other ranks, or with ``a2a+p2p`` only of the far ranks.
 
     Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each of them has two
     larger chunks, one after the other, as if these ranks were a single rank.
@@ -184,7 +186,7 @@ def _ring_options(call: CoreAttentionCall) -> dict[str, Any]:
 
 
 def near_and_far(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the ranks of ``group`` that exchange heads, and the ranks that exchange keys.
+    """Return the group whose ranks exchange heads, and the group whose ranks exchange keys.
 
     Raises:
         UsageError: upstream has not created two such groups, or the batch has its own group.
@@ -211,7 +213,10 @@ def _all_gather(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Attend to the gathered keys of all ranks; a causal chunk sees the keys up to its own end, unmasked."""
+    """Compute attention over the gathered keys of all ranks.
+
+    A causal chunk uses the keys up to its own end, without a mask.
+    """
     chunk, starts = query.size(0) // 2, chunk_starts(query.size(0), group)
     key, value = (to_sequence_order(all_gather(t, group)) for t in (key, value))
     rows = (None, None) if mask is None else mask.chunk(2, dim=2)
@@ -231,7 +236,7 @@ def _a2a(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Compute some of the heads over the whole sequence."""
+    """Compute some of the heads over the whole sequence, after an all-to-all."""
     if mask is not None and not call.options.window_alone:
         mask = cache_on_tensor(mask, "whole", partial(_whole_mask, mask, group))
     query, key, value = (to_sequence_order(a2a_gather_sequence(t, group)) for t in (query, key, value))
@@ -241,7 +246,7 @@ def _a2a(
 
 
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the masks ``[b, 1, s / cp, s]`` of each rank's queries into ``[b, 1, s, s]``."""
+    """Gather the masks ``[b, 1, s / cp, s]`` of all ranks' queries into ``[b, 1, s, s]``."""
     rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
     return to_sequence_order(all_gather(rows, group)).movedim(0, 2).bool().contiguous()
 
@@ -254,7 +259,8 @@ def attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Return the attention output for packed sequences, each partitioned over the ranks: ``[t / cp, n * d]``.
+    """Return the attention output ``[t / cp, n * d]`` of packed sequences that are partitioned over the
+    ranks.
 
     Args:
         call: how the layer attends, and how its ranks share keys and values.
@@ -289,7 +295,7 @@ def _packed_ring(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Do the same as ``_ring`` for packed sequences: map ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
+    """Compute ring attention for packed sequences, mapping ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
     documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
     options = _ring_options(call)
     tensors = [query, key, value]
@@ -309,7 +315,10 @@ def _packed_ring(
 
 
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
-    """Return the packed sequences in the form for a ring over ``size`` ranks, computed once per batch."""
+    """Return a batch's packed sequences in the form for a ring of ``size`` ranks.
+
+    They are computed once per batch.
+    """
 
     def read() -> tuple[Document, ...]:
         actual = packed_seq_params.cu_seqlens_kv.flatten().tolist()
@@ -324,7 +333,7 @@ def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple
 def _orders_of_near(
     documents: tuple[Document, ...], near: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort the concatenated tokens of near ranks by position, and their inverse.
+    """Return the indices that sort the tokens of near ranks by position, and the inverse indices.
 
     Args:
         documents: the packed sequences that the near ranks hold together.
@@ -346,7 +355,7 @@ def _attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Attend with gathered keys and values, or with tokens exchanged for heads."""
+    """Compute attention with gathered keys and values, or after exchanging tokens for heads."""
     sharding = sharding_of_batch(packed_seq_params, key.size(0), call.causal, group, key.device)
     if call.options.cp_comm_type == "a2a":
         tokens = sharding.sequence_order.numel()
@@ -371,7 +380,7 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return how the batch is split; computed once, because every layer gets the same parameters.
+    """Return how a batch of packed sequences is partitioned, computed once for all layers.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, of which the key's boundaries are read.

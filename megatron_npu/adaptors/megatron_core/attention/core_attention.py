@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.transformer.dot_product_attention``, the core attention of every local spec."""
+"""Patch ``megatron.core.transformer.dot_product_attention``, the core attention of every local spec."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def accept_what_forward_has(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Hide from the constructor the options that only our ``forward`` supports; reject unsupported ones."""
+    """Hide options that only our ``forward`` supports from upstream's constructor.
+
+    Unsupported options are rejected.
+    """
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     config = given.arguments["config"]
@@ -59,7 +62,7 @@ def accept_what_forward_has(
 
 @contextlib.contextmanager
 def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the configuration within the block."""
+    """Set attributes of the configuration within the block, and restore them afterwards."""
     before = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:
@@ -69,7 +72,7 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _window_is_ours(config: Any) -> bool:
-    """Return True if upstream's attention has no windows (before 0.15) and its forward will not be used."""
+    """Return True if only our attention can apply the window, because upstream has no windows before 0.15."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 
@@ -84,7 +87,10 @@ def _window_is_ours(config: Any) -> bool:
     "never initialized",
 )
 def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialize the softmax offset, marked as tensor-parallel: each rank has the offsets of its heads."""
+    """Initialize the softmax offset as a tensor-parallel parameter.
+
+    Each rank has the offsets of its heads.
+    """
     original(self, *args, **kwargs)
     offset = getattr(self, "softmax_offset", None)
     if not isinstance(offset, torch.nn.Parameter):
@@ -122,7 +128,9 @@ def fused_attention(
     attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
 ) -> Tensor:
-    """Call ``ops.attention``; in unsupported cases, call upstream's forward and log the reason.
+    """Compute core attention with ``ops.attention``.
+
+    In unsupported cases, call upstream's forward and log the reason.
 
     Queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` yield ``[sq, b, n * d]``; packed sequences
     ``[tq, n, d]`` and ``[tk, g, d]`` yield ``[tq, n * d]``.
@@ -179,7 +187,10 @@ def _is_packed(packed_seq_params: Any) -> bool:
 
 
 def _is_whole(packed_seq_params: Any) -> bool:
-    """Return True if the parameters only name the ranks of one sequence (``--hybrid-context-parallel``)."""
+    """Return True if the packed-sequence parameters only name the ranks that share one sequence.
+
+    ``--hybrid-context-parallel`` creates such parameters.
+    """
     local_size = getattr(packed_seq_params, "local_cp_size", None)
     return packed_seq_params.qkv_format == "sbhd" and local_size is not None
 

@@ -1,4 +1,4 @@
-"""Options that are fixed when a core attention layer is built: window, layout, context-parallel exchange."""
+"""Define options that are fixed when a core attention layer is built, such as the window and the layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The options that ``DotProductAttention`` has in addition to upstream's own attributes.
+    """Options of ``DotProductAttention`` that upstream's class does not have.
 
     Attributes:
         flags: the run's flags, with this layer's window.
@@ -31,12 +31,15 @@ class LayerOptions:
 
     @property
     def window(self) -> Window:
-        """The number of keys before and after its own position that a query sees; None means all."""
+        """The window of a query: the number of keys before and after its position.
+
+        None means no limit.
+        """
         return self.flags.window
 
 
 def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
-    """Return the options of ``module``, which upstream's constructor has just initialized.
+    """Return the additional options of ``module`` after upstream's constructor has run.
 
     The flags ``--pre-tockens`` and ``--next-tockens`` override ``config.window_size`` in the layers that have
     a window. They do not apply to cross-attention, where the distance between positions of two different
@@ -59,7 +62,9 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
 
 
 def _has_window(module: Any) -> bool:
-    """Return True if a layer uses window attention, which ``--window-attn-skip-freq`` may disable.
+    """Return True if a layer uses window attention.
+
+    ``--window-attn-skip-freq`` may disable it in some layers.
 
     megatron-core has had the flag since 0.15; for older versions, the built-in trainer sets it in the config.
     """
@@ -86,7 +91,9 @@ def flags_of(config: Any) -> AttentionFlags:
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
-    """Return how the ranks share a layer's keys and values, or None if the sequence is not partitioned.
+    """Return the method by which ranks share a layer's keys and values.
+
+    Return None if the sequence is not partitioned.
 
     Args:
         config: the TransformerConfig. With ``hybrid_context_parallel`` (since 0.16), each batch specifies the
@@ -117,7 +124,7 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
 
 
 def _near_ranks(config: Any) -> int:
-    """Return the number of ranks that exchange heads with each other."""
+    """Return the number of ranks in each group that exchanges heads."""
     sizes: Sequence[int] = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
     if len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
         raise UsageError(

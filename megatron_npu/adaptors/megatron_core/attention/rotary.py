@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.models.common.embeddings.rope_utils``: fused and unfused rotary embedding."""
+"""Patch ``megatron.core.models.common.embeddings.rope_utils``: fused and unfused rotary embedding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def apply_rotary_either_way(
     mla_output_remove_interleaving: bool = False,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """Rotate like ``_apply_rotary_pos_emb_bshd`` in 0.20, which can also rotate back.
+    """Apply or invert rotary embedding, like ``_apply_rotary_pos_emb_bshd`` since 0.20.
 
     Args:
         t: ``[s, b, n, d]``, or ``[s, b, d]``.
@@ -68,7 +68,10 @@ def apply_rotary_with_either_name(
     mscale: float = 1.0,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """Rotate like ``_apply_rotary_pos_emb_bshd``; 0.19 has renamed an argument and accepts both names."""
+    """Apply rotary embedding like ``_apply_rotary_pos_emb_bshd``.
+
+    Both names of an argument that 0.19 renamed are accepted.
+    """
     latent = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     return _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, latent, mscale)
 
@@ -91,7 +94,10 @@ def _apply_rotary_pos_emb_bshd(
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
-    """Replace TransformerEngine's function for ``--apply-rope-fusion``; the memory order is ours."""
+    """Replace TransformerEngine's function for ``--apply-rope-fusion``.
+
+    The memory order of the result is ours.
+    """
     return rotary(t, freqs, interleaved)
 
 
@@ -103,7 +109,8 @@ def fused_apply_rotary_pos_emb_thd(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Replace TransformerEngine's function for packed sequences ``[t, n, d]`` with boundaries ``[b + 1]``.
+    """Apply rotary embedding to packed sequences ``[t, n, d]`` with boundaries ``[b + 1]``, as
+    TransformerEngine does.
 
     Args:
         interleaved: the value of ``--rotary-interleaved``, which 0.17 and newer pass.

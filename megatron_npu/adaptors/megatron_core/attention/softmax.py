@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.fusions.fused_softmax``, used by attention that cannot use the fused path."""
+"""Patch ``megatron.core.fusions.fused_softmax``, which attention uses where the fused path cannot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _replace = partial(
 
 @_replace(f"{_SOFTMAX}.is_kernel_available")
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return True if ``forward_fused_softmax`` and upstream's torch path agree for this call."""
+    """Return True if ``forward_fused_softmax`` and upstream's torch path give the same result for the
+    arguments.
+    """
     if not self.scaled_masked_softmax_fusion or getattr(self, "window_size", None) is not None:
         return False
     # Upstream's torch path leaves a given mask alone, and asks for a square one if there is none.

@@ -1,4 +1,4 @@
-"""Support for ``--experimental-attention-variant dsa``: attention to the selected keys in one call.
+"""Support ``--experimental-attention-variant dsa``, with attention to the selected keys in one call.
 
 Patches ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
 latent key. Older versions, and newer versions without weight absorption, have a key for every head, which
@@ -29,7 +29,7 @@ _CAUSAL = "megatron_npu_causal"  # of the tensor of first visible keys
     "before it",
 )
 def note_plain_causal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mark the bounds that belong to a plain causal mask."""
+    """Mark query bounds that represent a plain causal mask."""
     mask, bounds, plain = original(*args, **kwargs)
     if plain and bounds is not None:
         setattr(bounds[0], _CAUSAL, True)
@@ -86,7 +86,7 @@ def attend_to_chosen_keys(
     "because users may expect it; upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Log once the reason why keys that were not selected are read as well."""
+    """Log once why attention also reads keys that were not selected."""
     dispatch.report_fallback(
         "sparse attention",
         "npu_sparse_flash_attention supports one latent key for all heads, whose first channels are the "

@@ -1,4 +1,4 @@
-"""Fixes for upstream bugs that cause incorrect numbers; applied only with ``MEGATRON_NPU_BACKPORT=1``.
+"""Fix upstream bugs that cause incorrect numbers, if ``MEGATRON_NPU_BACKPORT=1`` is set.
 
 They change losses and gradients. Each fix states in ``versions`` which versions have the bug, and in
 ``until`` the version and the number of the upstream fix.

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.pipeline_parallel.schedules``: average over all parts' tokens.
+"""Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all parts.
 
 These are the tokens of all context-parallel ranks.
 """
@@ -25,7 +25,7 @@ from megatron_npu.adaptors.megatron_core.decorators import own_backport
 def weigh_parts(
     original: Callable[..., Any], forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Weight the loss of each part by its share of the tokens."""
+    """Weight the loss of each sequence part by its share of the tokens."""
     from megatron.core import parallel_state
 
     config = inspect.signature(original).bind(forward_step_func, *args, **kwargs).arguments["config"]
@@ -46,7 +46,9 @@ def weigh_parts(
 
 
 def _weigh(loss_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``loss_func`` and scale its loss, which upstream divides by the number of tokens in the part.
+    """Call ``loss_func``, and scale its loss.
+
+    Upstream divides the loss by the number of tokens in the part.
 
     If it does not return the number of tokens, its outputs are returned unchanged.
     """

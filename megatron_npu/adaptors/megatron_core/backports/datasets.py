@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.datasets``: a loss mask that samples share, and a misread ``--split``."""
+"""Patch ``megatron.core.datasets``: a loss mask that samples share, and a misread ``--split``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_npu.base.errors import UsageError
 def give_out_copy_of_mask(
     original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Give the sample its own mask, and reset the cached mask to that of a sample without padding."""
+    """Give each sample its own loss mask, and reset the cached mask to that of a sample without padding."""
     sample = original(self, *args, **kwargs)
     if self.masks_and_position_ids_are_cacheable:  # every place counts then
         sample["loss_mask"] = sample["loss_mask"].clone()
@@ -37,7 +37,7 @@ def give_out_copy_of_mask(
     "and 1e3,1,0 raises an AssertionError",
 )
 def read_split(original: Callable[[str], list[float]], split: str) -> list[float]:
-    """Parse each number in the same way as Python, and reject anything else.
+    """Parse the numbers of ``--split`` in the same way as Python, and reject anything else.
 
     Raises:
         UsageError: a part is not a number, is negative or is not finite.

@@ -1,4 +1,4 @@
-"""Fix modules with an explicit tensor-parallel group that still use the global group in some places.
+"""Fix modules that use the global tensor-parallel group although they have an explicit group.
 
 Patches ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same group,
 as in every stock script, nothing changes.
@@ -22,7 +22,7 @@ _UNTIL = "not fixed up to 0.19.2, #7452/{}"
 
 
 class _Instead:
-    """A proxy for a module or package that overrides some of its names.
+    """Proxy for a module or package that overrides some of its names.
 
     Args:
         holder: the module.
@@ -39,7 +39,7 @@ class _Instead:
 
 @contextlib.contextmanager
 def _with(module: str, name: str, **others: Any) -> Iterator[None]:
-    """Within the block, override ``others`` in the object that ``name`` refers to in ``module``."""
+    """Override ``others`` within the block, in the object to which ``name`` refers in ``module``."""
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
     setattr(holder, name, _Instead(kept, **others))
@@ -60,7 +60,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
     "FP8 activations from the global group, that is, from other replicas",
 )
 def recompute_in_own_group(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Use the layer's own group when activations are recomputed."""
+    """Recompute activations in the layer's own group."""
     if self.tp_group is None:
         return original(self, *args, **kwargs)
     with _with(_MTP, "parallel_state", get_tensor_model_parallel_group=lambda *_, **__: self.tp_group):
@@ -121,7 +121,10 @@ _crossed = partial(
 def project_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the group to both projections; upstream passes it only to the third layer."""
+    """Pass the group to both projections.
+
+    Upstream passes it only to the third layer.
+    """
     given = inspect.signature(original).bind(self, config, submodules, *args, **kwargs).arguments
     groups = given.get("pg_collection")
     original(self, config, _in_group(submodules, groups, partial), *args, **kwargs)
@@ -131,7 +134,7 @@ def project_in_own_group(
 def specify_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the group to both projections; up to 0.15 they are given as specs or as classes."""
+    """Pass the group to both projections, which are given as specs or classes up to 0.15."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     def specified(layer: Any, **more: Any) -> Any:
@@ -144,7 +147,7 @@ def specify_in_own_group(
 
 
 def _in_group(submodules: Any, groups: Any, told: Callable[..., Any]) -> Any:
-    """Return the spec of a CrossAttention in which ``told`` passes the group to its layers."""
+    """Return the spec of a CrossAttention, changed to pass the group to its layers."""
     if groups is None:
         return submodules
     layers = {name: told(getattr(submodules, name), tp_group=groups.tp) for name in ("linear_q", "linear_kv")}

@@ -1,4 +1,4 @@
-"""Fix reductions that upstream omits, repeats or starts too early, and a full row used as a rank's part.
+"""Fix reductions that upstream omits, repeats or starts too early, and a full row used as one rank's part.
 
 Patches ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
@@ -25,7 +25,10 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
     "reduced",
 )
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
-    """Reduce a contiguous copy and return it; the argument ``group`` exists since 0.13."""
+    """Reduce a contiguous copy of the tensor and return it.
+
+    The argument ``group`` exists since 0.13.
+    """
     return original(input_.contiguous(), *group, **named)
 
 
@@ -38,7 +41,10 @@ def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: A
     "full and they are summed",
 )
 def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Tensor) -> Tensor:
-    """Gather ``[s, b, h / ranks]`` to ``[s, b, h]``; backward returns this rank's slice of the gradient."""
+    """Gather ``[s, b, h / ranks]`` into ``[s, b, h]``.
+
+    The backward pass returns this rank's slice of the gradient.
+    """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     return gather_from_tensor_model_parallel_region(input_)
@@ -55,7 +61,9 @@ def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Ten
 def compute_loss_of_own_part(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Any
 ) -> Tensor:
-    """Pass only this rank's part of gathered logits to the loss; the other parts have no gradient here.
+    """Pass only this rank's part of gathered logits to the loss.
+
+    The other parts have no gradient on this rank.
 
     Args:
         original: upstream's function.
@@ -89,7 +97,10 @@ _delta = partial(
 @_delta("megatron.core.ssm.gated_delta_net:GatedDeltaNet.__init__", versions=">=0.16,<0.19")
 @_delta("megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__", versions=">=0.19")
 def sum_gradient_of_output_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Sum the output norm's gradient over the ranks; upstream does so only with sequence parallelism."""
+    """Sum the output norm's gradient over the ranks.
+
+    Upstream does so only with sequence parallelism.
+    """
     original(self, *args, **kwargs)
     group = self.pg_collection.tp
     if group.size() == 1 or self.config.sequence_parallel:
@@ -118,7 +129,10 @@ _norm = partial(
 
 @_norm("megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate")
 def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Use the expert-tensor-parallel rank for an expert's parameter."""
+    """Return True if a parameter is not a duplicate.
+
+    An expert's parameter is checked with the expert-tensor-parallel rank.
+    """
     if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
         return original(param, *args, **kwargs)
     from megatron.core import parallel_state
@@ -130,7 +144,7 @@ def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **
 def copy_whether_of_experts(
     original: Callable[..., None], destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Copy an expert parameter's ``allreduce`` mark to the optimizer's copy of it."""
+    """Copy the ``allreduce`` mark of an expert parameter to the optimizer's copy of the parameter."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce  # type: ignore[attr-defined]
@@ -152,7 +166,7 @@ _streams = partial(
 
 @_streams(f"{_GROUP}.start_grad_sync")
 def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the communication stream wait for the current stream too."""
+    """Make the communication stream also wait for the current stream."""
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
         self.communication_stream.wait_stream(torch.cuda.current_stream())
@@ -161,7 +175,7 @@ def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **k
 
 @_streams(f"{_GROUP}.finish_grad_sync")
 def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the current stream wait for the communication stream too."""
+    """Make the current stream also wait for the communication stream."""
     original(self, *args, **kwargs)
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:

@@ -1,4 +1,7 @@
-"""Fix rotary positions: pass on two flags that upstream's scripts read but do not pass to their models."""
+"""Pass two rotary-position flags to models.
+
+Upstream's scripts read these flags but do not use them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _factors = partial(
 
 
 def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Pass the script's factors to a model if the script itself has not passed them."""
+    """Pass the script's rotary factors to a model, unless the script itself has passed them."""
     signature = inspect.signature(original)
     given = {**kwargs, **signature.bind_partial(self, *args).arguments}
     script = script_arguments()

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.transformer.multi_token_prediction``: average over a global batch's tokens.
+"""Patch ``megatron.core.transformer.multi_token_prediction`` to average over the tokens of a global batch.
 
 The loss of an additional token covers fewer tokens than the main loss: the last tokens of each sequence have
 no such successor, and the mask is shifted accordingly. A loss divided by the tokens of one micro-batch on one
@@ -32,14 +32,16 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """The numbers of a global batch's tokens that count for the main loss and for each additional token's."""
+    """The number of tokens in a global batch that count for the main loss and for each additional token's
+    loss.
+    """
 
     main: Tensor
     further: Sequence[Tensor]
 
 
 class Count(NamedTuple):
-    """The tokens in the mask that was last shifted by one: its own, and the number reported to callers."""
+    """The number of tokens in a mask, and the number reported to callers."""
 
     own: Tensor
     told: Tensor
@@ -63,7 +65,7 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its tokens of the global batch, and multiply it by the main loss's tokens.
+    """Divide each loss by its number of tokens in the global batch, and multiply it by that of the main loss.
 
     In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main
@@ -145,7 +147,7 @@ for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_witho
 
 
 def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Counts | None, Any]:
-    """Return the tokens of a global batch, and an iterator that yields its micro-batches again.
+    """Return the token counts of a global batch, and an iterator that yields its micro-batches again.
 
     This is a collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same
     tokens, because only ratios of the counts are used.
@@ -168,7 +170,10 @@ def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Co
 
 
 def _tokens(batch: Any, seq_length: int, depths: int) -> Tensor:
-    """Return how many tokens of a micro-batch count for each loss, [1 + depths]; zeros if unknown."""
+    """Return the number of tokens of a micro-batch that count for each loss, ``[1 + depths]``.
+
+    Unknown counts are 0.
+    """
     found = torch.zeros(1 + depths, dtype=torch.float64)
     mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
     if mask is None or "cu_seqlens" in batch:
@@ -203,7 +208,10 @@ _logged = functools.partial(
 def note_tokens(
     original: Callable[..., tuple[Tensor, Tensor | None]], tensor: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Record the number of tokens in a mask; return that of the global batch if ``weigh_tokens`` knows it."""
+    """Record the number of tokens in a mask.
+
+    Return the number in the global batch if ``weigh_tokens`` has computed it.
+    """
     rolled, count = original(tensor, *args, **kwargs)
     if count is None:  # since 0.20, of what is no mask
         return rolled, count
@@ -216,7 +224,7 @@ def note_tokens(
 @_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
 @_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
 def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Save the sum of the losses, and the number of tokens that it covers."""
+    """Save the sum of the losses, and the number of tokens in the sum."""
     layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
     last = _last.get()
     if layer is None or last is None:
@@ -233,7 +241,7 @@ def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: 
 
 @_logged(f"{_HELPER}.track_mtp_metrics")
 def log_means_of_tokens(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replace the sums with means over all micro-batches' and ranks' tokens, which upstream then keeps."""
+    """Replace the sums of losses with means over the tokens of all micro-batches and ranks."""
     from megatron.core import parallel_state
 
     tracker = _tracker()

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.transformer.moe.router``: auxiliary losses' scale, and the z-loss in the log.
+"""Patch ``megatron.core.transformer.moe.router``: the scale of auxiliary losses, and the logged z-loss.
 
 With --calculate-per-token-loss, every gradient is divided by the number of tokens on all ranks, so an
 auxiliary loss must be multiplied by the tokens of a micro-batch on all ranks of a tensor- and
@@ -37,7 +37,7 @@ def attach_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the loss and its coefficient, by which upstream divides the loss for the log.
+    """Scale the auxiliary loss, and the coefficient by which upstream divides the loss for the log.
 
     Args:
         original: upstream's function.
@@ -58,14 +58,20 @@ def attach_loss(
 def apply_load_balancing_loss(
     original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Scale the coefficient; the logged loss does not include it."""
+    """Scale the coefficient of the load-balancing loss.
+
+    The logged loss does not include the coefficient.
+    """
     with _coefficient_times(self, _AUX, _ranks(self)):
         return original(self, *args, **kwargs)
 
 
 @_scaled(f"{_ROUTER}.apply_z_loss", versions="<0.19")
 def apply_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Scale the coefficient; the logged loss does not include it."""
+    """Scale the coefficient of the z-loss.
+
+    The logged loss does not include the coefficient.
+    """
     with _coefficient_times(self, _Z, _ranks(self)):
         return original(self, *args, **kwargs)
 
@@ -88,7 +94,7 @@ def apply_sequence_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the coefficient by the number of sequences.
+    """Scale the coefficient of the sequence loss by the number of sequences.
 
     Args:
         original: upstream's function.
@@ -116,7 +122,7 @@ _logged = partial(
 
 @_logged(versions=">=0.18,<0.19")
 def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Pass the group of ranks over which the loss is averaged."""
+    """Log the z-loss with the group of ranks over which it is averaged."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     logits = original(self, *args, **kwargs)
@@ -127,7 +133,9 @@ def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs:
 
 @_logged(versions="<0.18")
 def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Pass the group of ranks over which the loss is averaged; up to 0.17, the log is a nested dict."""
+    """Log the z-loss with the group of ranks over which it is averaged, in the nested dict used up to
+    0.17.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
@@ -151,7 +159,7 @@ def _ranks(router: Any) -> int:
 
 @contextlib.contextmanager
 def _coefficient_times(router: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply the coefficient ``name`` in the router's configuration by ``factor`` within the block.
+    """Multiply the coefficient ``name`` of the router's configuration by ``factor`` within the block.
 
     Upstream divides the loss by the coefficient again when it writes the log. Without
     --calculate-per-token-loss, nothing changes.

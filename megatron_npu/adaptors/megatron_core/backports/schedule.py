@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.optimizer_param_scheduler``: an override that the loaded optimizer undoes.
+"""Patch ``megatron.core.optimizer_param_scheduler`` to keep an override that loading the optimizer undoes.
 
 Parameter groups contain their maximum and minimum learning rates, and a checkpoint restores these. The
 schedule reads them first and uses its own values only for groups that have none.
@@ -36,7 +36,7 @@ def remember_rates(
 
 @_overridden(f"{_SCHEDULE}.load_state_dict")
 def override_rates(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """Restore the groups' learning rates from the flags if an override is requested."""
+    """Restore the groups' learning rates from the flags if the user requests an override."""
     given, groups = getattr(self, _GIVEN, []), self.optimizer.param_groups
     if self.override_opt_param_scheduler and len(given) == len(groups):
         for group, rates in zip(groups, given, strict=True):

@@ -1,1 +1,1 @@
-"""Checkpoints of megatron-core: writing, loading and verification."""
+"""Patch the checkpoints of megatron-core: writing, loading and verification."""

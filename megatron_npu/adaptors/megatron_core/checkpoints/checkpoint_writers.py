@@ -1,4 +1,4 @@
-"""Make checkpoint writer processes end with the training, and prevent it from hanging if they fail.
+"""End checkpoint writer processes with the training, and prevent the training from hanging if they fail.
 
 Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -30,7 +30,7 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class ResultsFile:
-    """A queue between a process and its children, kept in an unnamed file.
+    """Queue between a process and its children, stored in an unnamed file.
 
     It has the methods of a multiprocessing manager's queue that upstream uses: ``put`` and ``get_nowait``.
     Forked children share the file, and spawned children receive it by pickle. Nothing remains of it once the
@@ -42,7 +42,7 @@ class ResultsFile:
         self._read = 0
 
     def put(self, item: Any) -> None:
-        """Append an item."""
+        """Append an item to the queue."""
         content = pickle.dumps(item)
         record = len(content).to_bytes(8, "big") + content
         with self._locked() as fd:
@@ -100,13 +100,16 @@ _queue = functools.partial(
 
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
-    """Return this process's queue, which requires no manager process."""
+    """Return this process's results queue, which needs no manager process."""
     return _of_this_process()
 
 
 @_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
 def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
-    """Return ``results_queue()``; ``mp_mode`` is not used, because no manager process is started."""
+    """Return ``results_queue()``.
+
+    ``mp_mode`` is ignored, because no manager process is started.
+    """
     return results_queue()
 
 
@@ -123,7 +126,9 @@ _processes = functools.partial(
 def write_in_processes(
     transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """Write each bucket in its own forked process; queue the results by bucket number, or the first error.
+    """Write each bucket in its own forked process.
+
+    Queue the results by bucket number, or the first error.
 
     Args:
         transform_list: torch's transforms.
@@ -146,7 +151,7 @@ def write_in_processes(
 def write_in_processes_without_client(
     transform_list: Any, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """Call ``write_in_processes`` for versions that have no multi-storage client."""
+    """Call ``write_in_processes`` in versions without a multi-storage client."""
     write_in_processes(transform_list, False, rank, write_buckets, global_results_queue)
 
 
@@ -161,7 +166,7 @@ def write_in_processes_without_client(
     ),
 )
 def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
-    """Return the writer's results, or raise an OSError that describes what happened to its process.
+    """Return the writer's results, or raise an OSError that describes why its process failed.
 
     Raises:
         OSError: the writing process was killed, or could not write.
@@ -179,7 +184,7 @@ def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
 
 
 def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:
-    """Return the results of all buckets by number, or the first error, once every process has ended."""
+    """Return the results of all buckets by number, or the first error, after all processes have ended."""
     writers: list[tuple[Any, Connection]] = []
     try:
         for number, bucket in enumerate(buckets):
@@ -195,7 +200,10 @@ def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> d
 
 
 def _start(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any]) -> tuple[Any, Connection]:
-    """Start the process that writes a bucket; return it and the connection on which its result arrives."""
+    """Start the process that writes a bucket.
+
+    Return the process and the connection for its result.
+    """
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_write, args=(number, bucket, transforms, keywords, sender), daemon=True)
@@ -215,7 +223,10 @@ def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], 
 
 
 def _received(process: Any, receiver: Connection, path: Any) -> Any:
-    """Return the list of results or the error that the process sent, or an error if it died first."""
+    """Return the results or the error that the process sent.
+
+    Return an error if the process died first.
+    """
     try:
         _, outcome = receiver.recv()
     except EOFError:
@@ -226,7 +237,7 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
 
 
 def _end_all(writers: list[tuple[Any, Connection]]) -> None:
-    """Kill the processes that are still writing: after Ctrl-C or an error, their files are useless."""
+    """Kill the processes that are still writing after Ctrl-C or an error, because their files are useless."""
     for process, receiver in writers:
         if process.is_alive():
             process.kill()
@@ -243,20 +254,26 @@ def end_of(code: int) -> str:
 
 
 class _Sender:
-    """A queue for the result of upstream's writer, which it sends over a connection."""
+    """Queue for the result of upstream's writer, which is sent over a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.put = connection.send
 
 
 class _Counter:
-    """A counter that upstream's writer requires but that no process waits for."""
+    """Counter that upstream's writer requires but that no process waits for."""
 
     def get(self) -> None:
-        """Do nothing; upstream's counter would remove one item."""
+        """Do nothing.
+
+        Upstream's counter would remove one item.
+        """
 
     def task_done(self) -> None:
-        """Do nothing; upstream's counter would mark one item as done."""
+        """Do nothing.
+
+        Upstream's counter would mark one item as done.
+        """
 
 
 def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Fix checkpoints: old versions with newer torch, the persistent worker, changed expert parallelism.
+"""Fix checkpoints: old versions with newer torch, the persistent worker, and changed expert parallelism.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
@@ -35,7 +35,7 @@ around(
     why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
 )
 def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the serialization format that 0.12 has always used."""
+    """Write tensors in the serialization format that 0.12 has always used."""
     if "serialization_format" not in inspect.signature(original).parameters:
         return original
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -51,7 +51,10 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     "longer has",
 )
 def writer_with_metadata_path(original: Any) -> type:
-    """Add ``metadata_path`` to torch's writer, which newer torch no longer has; only this module needs it."""
+    """Add ``metadata_path`` to torch's writer.
+
+    Newer torch versions no longer have it, and only this module needs it.
+    """
     if hasattr(original, "metadata_path"):
         return original
     return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
@@ -67,7 +70,10 @@ def writer_with_metadata_path(original: Any) -> type:
     ),
 )
 def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
-    """Copy the tensors to the host in this process, into memory that training does not write to."""
+    """Copy the tensors to host memory in this process before the asynchronous save.
+
+    Training does not write to the copies.
+    """
     if async_req.preload_fn is not None:
         rank, _, *rest = async_req.async_fn_args
         copies = tree_map_only(torch.Tensor, _own, async_req.preload_fn())
@@ -76,7 +82,10 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with its own memory; ``.cpu()`` would return a cpu tensor itself."""
+    """Return a copy with its own memory.
+
+    ``.cpu()`` returns a CPU tensor itself rather than a copy.
+    """
     return tensor.detach().clone()
 
 
@@ -102,7 +111,10 @@ def with_other_experts(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Skip other ranks' random states, as upstream does for TP and PP, and reject other optimizer layouts."""
+    """Skip the random states of other ranks, as upstream does for TP and PP.
+
+    Other optimizer layouts are rejected.
+    """
     result = original(load_dir, args, rank0, *rest, **kwargs)
     saved = result[0].get("args") if rank0 and isinstance(result[0], dict) else None
     if saved is not None and not args.finetune:
@@ -112,7 +124,7 @@ def with_other_experts(
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Check that both the checkpoint and the run have a separate optimizer for experts, or neither has.
+    """Check that the checkpoint and the run agree on having a separate optimizer for experts.
 
     Raises:
         UsageError: only one of them has such an optimizer.

@@ -1,4 +1,4 @@
-"""Checksums for checkpoints of stock scripts, which are written on save and verified on load.
+"""Write checksums when stock scripts save checkpoints, and verify them when the scripts load.
 
 Patches ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the format
 ``torch_dist`` are written together with upstream's metadata, which declares the files complete, and before
@@ -42,7 +42,7 @@ around(_ARGUMENTS, why=of_scripts.WHY_FLAGS, order=1)(of_scripts.add_flags)
 @around("megatron.training.checkpointing:save_checkpoint", why=of_scripts.WHY)
 @watchdog.phase(watchdog.SAVING)
 def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Write checksums for the files that the script saves."""
+    """Save a checkpoint, and write checksums of the files."""
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -66,7 +66,7 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
 
 @contextlib.contextmanager
 def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
-    """Set the steps that later finish a script's asynchronous save, which is started within the block.
+    """Prepare the steps that finish an asynchronous save, which is started within the block.
 
     Args:
         verifies: whether to write the checksums here, because ``write_checksums`` does not write them.
@@ -98,7 +98,7 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
     "empty tracker",
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
-    """Rename the tracker once upstream has written it, before anything else can find the checkpoint."""
+    """Rename the tracker once upstream has written it, before other code can find the checkpoint."""
     finishing = _FINISHING.get()
     if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
         sum_up, name, publish = finishing
@@ -117,7 +117,7 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _retire(former: Path | None, place: Path, interval: int | None) -> None:
-    """Remove the previous checkpoint, as upstream's flag would if it saw the final tracker."""
+    """Remove the previous checkpoint, as upstream's flag does when it sees the final tracker."""
     if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
         return
     if disks.leads() and not former.is_symlink() and int(former.name.removeprefix("iter_")) % interval:
@@ -138,7 +138,7 @@ around(
 def log_when_named(
     original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Delay the call until the tracker has its final name."""
+    """Delay the log message until the tracker has its final name."""
     save, named = of_scripts.under_way(), of_scripts.named(tracker_filename)
     if save is None or named == tracker_filename:
         original(checkpoint_path, tracker_filename, *args, **kwargs)
@@ -149,7 +149,10 @@ def log_when_named(
 @around("megatron.training.checkpointing:load_checkpoint", why=of_scripts.WHY)
 @watchdog.phase("loading")
 def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Verify checksums while the script loads; load an older intact checkpoint if the flag requests it."""
+    """Load a checkpoint and verify its checksums.
+
+    If the flag requests it, load an older intact checkpoint instead.
+    """
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     given = get_args()
@@ -179,7 +182,7 @@ def load_with_checksums(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _of_ranks(root: str, step: int | None) -> Path | None:
-    """Return the checkpoint to verify, or None if ``compare_checksums`` verifies it.
+    """Return the checkpoint to verify, or None if ``compare_checksums`` already verifies it.
 
     Raises:
         UsageError: a file that the script reads earlier is damaged.
@@ -193,7 +196,10 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
 
 @contextlib.contextmanager
 def _of_script() -> Iterator[bool]:
-    """Record in the block that a script saves or loads; yield whether its checkpoints are to be verified."""
+    """Record within the block that a script saves or loads.
+
+    Yield whether its checkpoints are to be verified.
+    """
     from megatron.training.checkpointing import get_args  # what upstream's own body asks
 
     verifies: bool = getattr(get_args(), "verify_checkpoint", True)
@@ -208,7 +214,10 @@ def _of_script() -> Iterator[bool]:
 def write_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Write checksums once all other files exist: immediately, or when an asynchronous save is finalized."""
+    """Write checksums after all other files.
+
+    This happens immediately, or when an asynchronous save is finalized.
+    """
     request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if _VERIFIES.get():
         if addresses.is_address(checkpoint_dir):
@@ -226,7 +235,10 @@ def write_checksums(
 def compare_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Verify checksums while loading; a checkpoint that has none is loaded without verification."""
+    """Verify checksums while loading.
+
+    A checkpoint without checksums is loaded without verification.
+    """
     sums = _VERIFIES.get() and not addresses.is_address(checkpoint_dir)
     with of_scripts.verifying(Path(checkpoint_dir) if sums else None):
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)

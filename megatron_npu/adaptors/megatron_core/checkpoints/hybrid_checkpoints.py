@@ -1,4 +1,6 @@
-"""Load a hybrid model's checkpoint into a GPT model; upstream's main branch supports only the reverse.
+"""Load a hybrid model's checkpoint into a GPT model.
+
+Upstream's main branch supports only the reverse direction.
 
 Patches ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.gpt_checkpoint_interop``.
 """
@@ -20,7 +22,7 @@ _WHY = (
 
 
 class IntoGPT:
-    """A marker used in place of upstream's layer maps: the checkpoint is a hybrid's, the model is a GPT."""
+    """Marker used instead of upstream's layer maps when a hybrid checkpoint is loaded into a GPT model."""
 
 
 @around("megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load", versions=">=0.20", why=_WHY)
@@ -30,7 +32,7 @@ def accept_a_hybrid(
     ckpt_args: argparse.Namespace,
     model: Sequence[Any],
 ) -> tuple[Any, bool]:
-    """Return ``IntoGPT`` where upstream would raise an error, and whether to load the optimizer state."""
+    """Return ``IntoGPT`` where upstream would raise an error, and whether the optimizer state is loaded."""
     pattern = _pattern(ckpt_args)
     if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
         return original(args, ckpt_args, model)
@@ -52,7 +54,7 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Check that the optimizer state is not stored in buckets, in the hybrid's parameter order.
+    """Check that the optimizer state is not stored in buckets, which have the hybrid model's parameter order.
 
     Raises:
         UsageError: it is stored in buckets.
@@ -74,7 +76,7 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
 def look_where_the_hybrid_has_it(
     original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
 ) -> None:
-    """Map a GPT's entries to those of the hybrid if ``layer_maps`` is ``IntoGPT``."""
+    """Map the entries of a GPT model to those of the hybrid model if ``layer_maps`` is ``IntoGPT``."""
     if isinstance(layer_maps, IntoGPT):
         hybrid_layers.point_at(sharded_state_dict)
     else:

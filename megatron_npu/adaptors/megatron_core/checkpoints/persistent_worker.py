@@ -1,4 +1,4 @@
-"""Detect the death of the persistent worker for asynchronous checkpoints, and end it with the training.
+"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker with training.
 
 Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -36,7 +36,7 @@ _mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
     "in /dev/shm remain even if every process is killed",
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the kernel end this worker when its parent ends; unlink semaphores that only the worker needed."""
+    """Make the kernel end this worker when its parent ends, and unlink its semaphores."""
     end_with_parent()
     for each in (*args, *kwargs.values()):
         for semaphore in _semaphores(each):
@@ -45,7 +45,10 @@ def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
-    """Yield the semaphores of an inter-process queue; yield nothing for any other value."""
+    """Yield the semaphores of an inter-process queue.
+
+    Yield nothing for any other value.
+    """
     if isinstance(value, synchronize.SemLock):
         yield value
     elif isinstance(value, (queues.Queue, synchronize.Condition)):
@@ -54,7 +57,10 @@ def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
 
 
 def _take_name(name: str) -> None:
-    """Unlink a semaphore's name if it still exists; processes that have opened it can still use it."""
+    """Unlink the name of a semaphore if it exists.
+
+    Processes that have opened the semaphore can still use it.
+    """
     try:
         synchronize.sem_unlink(name)  # type: ignore[attr-defined]  # typeshed does not know it
     except FileNotFoundError:
@@ -64,7 +70,7 @@ def _take_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _names_may_go() -> Iterator[None]:
-    """Allow the names of semaphores created within the block to be unlinked before their cleanup runs."""
+    """Allow the names of semaphores created within the block to be unlinked before their regular cleanup."""
     replaced = Replaced()
     replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
     try:
@@ -78,14 +84,17 @@ _WHY_NAMES = "at exit Python would complain about names that the worker has alre
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
 def make_queues(original: Callable[..., None], self: Any) -> None:
-    """Create the queues to the worker; their semaphores keep their names until the worker has opened them."""
+    """Create the queues to the worker.
+
+    Their semaphores keep their names until the worker has opened them.
+    """
     with _names_may_go():
         original(self)
 
 
 @_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
 def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create the queues in the same way as ``make_queues``, and start the worker."""
+    """Create the queues as ``make_queues`` does, and start the worker."""
     with _names_may_go():
         return original(*args, **kwargs)
 
@@ -100,7 +109,9 @@ def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def require_worker(
     original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
 ) -> bool:
-    """Check for the worker's answer; with ``blocking``, wait for it as long as the worker is alive.
+    """Check for the worker's answer.
+
+    With ``blocking``, wait for it as long as the worker is alive.
 
     Raises:
         RuntimeError: the worker has died, and the checkpoint is incomplete.
@@ -128,7 +139,7 @@ def require_worker(
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
-    """Wait for the worker only while it is alive, and kill it when this process ends.
+    """Wait for the worker only while it is alive, and kill it when this process exits.
 
     Raises:
         RuntimeError: the worker has died.
@@ -144,7 +155,10 @@ def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any
 
 @_mended(f"{_CALLER}.close", why="upstream waits forever for a dead worker to exit")
 def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Close the worker; discard a dead worker, whose lost checkpoint, if any, has already been reported."""
+    """Close the worker, or discard it if it is dead.
+
+    The loss of its checkpoint, if any, has already been reported.
+    """
     if _is_dead(self):
         return _forget(self)
     if self.process is None:  # which upstream only logs, with a rank that there may not be any more
@@ -155,7 +169,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """Within the block, make ``join`` on the queues to a worker return if the worker is dead."""
+    """Make ``join`` on the queues to a worker return within the block if the worker is dead."""
     over = threading.Event()
 
     def release() -> None:
@@ -176,7 +190,10 @@ def _waiting_for_living(caller: Any) -> Iterator[None]:
 
 
 def _kill(caller: Any, owner: int) -> None:
-    """Kill a worker that the training has not closed, because what it writes would never be finalized."""
+    """Kill a worker that the training has not closed.
+
+    The files that it writes would never be finalized.
+    """
     if os.getpid() == owner and caller.process is not None:
         caller.process.kill()
         caller.process.join()
@@ -184,7 +201,7 @@ def _kill(caller: Any, owner: int) -> None:
 
 
 def _forget(caller: Any) -> None:
-    """Remove the worker from the caller and, since 0.17, also from its class."""
+    """Remove the worker from its caller, and since 0.17 also from the caller's class."""
     _leave_content(caller)
     caller.process = None
     for name in _OF_CLASS:
@@ -193,7 +210,7 @@ def _forget(caller: Any) -> None:
 
 
 def _leave_content(caller: Any) -> None:
-    """Allow this process to exit even if items in the queues to the worker are never read."""
+    """Allow this process to exit even if items in the queues to the worker remain unread."""
     for each in _queues(caller, _OUTGOING):
         each.cancel_join_thread()
 

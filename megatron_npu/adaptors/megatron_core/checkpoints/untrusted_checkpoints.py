@@ -1,4 +1,4 @@
-"""Load untrusted checkpoints without executing code, and reject others with a one-line error.
+"""Load untrusted checkpoints without executing code, and reject invalid ones with a one-line error.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
 controls what torch's own reader may unpickle for these checkpoints.
@@ -38,7 +38,7 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Make torch load only data inside the block, and report rejected content without a traceback."""
+    """Make torch load only data within the block, and report rejected content without a traceback."""
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return
@@ -57,7 +57,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Report which of the files that the block reads is truncated or damaged, without a traceback."""
+    """Report a truncated or damaged file that the block reads, without a traceback."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -70,7 +70,7 @@ def _whole(what: str) -> Iterator[None]:
 
 
 def _torn(error: BaseException) -> str:
-    """Return a line about a damaged file, or an empty string if the error has another cause."""
+    """Return a one-line message about a damaged file, or an empty string for other errors."""
     failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
     for each in failures:
         line = (str(each).strip() or type(each).__name__).partition("\n")[0]
@@ -81,7 +81,7 @@ def _torn(error: BaseException) -> str:
 
 
 def _failures(error: BaseException) -> list[Any]:
-    """Return the errors of all ranks that one of torch's errors contains, or the error itself."""
+    """Return the errors of all ranks that are contained in a torch error, or the error itself."""
     return list(getattr(error, "failures", {}).values()) or [error]
 
 
@@ -100,7 +100,10 @@ _common_data = partial(
 @_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
 @_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
 def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt`` as data, or since 0.19 the sharded objects that replace it."""
+    """Read ``common.pt`` as data.
+
+    Since 0.19, sharded objects replace this file.
+    """
     with _data_only("the checkpoint's common values"):
         return original(*args, **kwargs)
 
@@ -114,7 +117,7 @@ def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     until=NOT_FIXED,
 )
 def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt`` as data."""
+    """Read ``common.pt`` as data, without executing code."""
     with _data_only("the checkpoint's common.pt"):
         return original(self, *args, **kwargs)
 
@@ -127,7 +130,7 @@ def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwar
     until=NOT_FIXED,
 )
 def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read the files of sharded objects as data."""
+    """Read the files of sharded objects as data, without executing code."""
     with _data_only("an object of the checkpoint"):
         return original(self, *args, **kwargs)
 
@@ -154,7 +157,10 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Load tensors, numbers and arguments but no code; raise a one-line error for an invalid file."""
+    """Load tensors, numbers and arguments, but no code.
+
+    An invalid file raises a one-line error.
+    """
     if load_dir and not getattr(args, "non_persistent_ckpt_type", None):  # which may be newer, elsewhere
         _require_described(Path(load_dir), args.ckpt_step)
     with _whole(f"the checkpoint in {load_dir}"), _data_only(f"the checkpoint in {load_dir}"):
@@ -171,7 +177,7 @@ def load_data_only(
 
 
 def _require_described(root: Path, step: int | None) -> None:
-    """Check the tracker and the checkpoint that it names, before upstream does.
+    """Check the tracker and the checkpoint named in it before upstream reads them.
 
     Raises:
         UsageError: the tracker is invalid, the checkpoint does not exist, or its metadata cannot be read.

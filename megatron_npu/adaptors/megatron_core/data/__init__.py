@@ -1,1 +1,1 @@
-"""Datasets, batches and tokenizers of megatron-core."""
+"""Patch the datasets, batches and tokenizers of megatron-core."""

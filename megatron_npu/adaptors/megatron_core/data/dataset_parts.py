@@ -1,4 +1,4 @@
-"""Handle dataset splits without documents: skip them if they are unused, and raise an error otherwise.
+"""Handle dataset splits without documents: skip unused splits, and raise an error for others.
 
 Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -16,7 +16,7 @@ _IN_WORDS = {"train": "training", "valid": "validation", "test": "the test at th
 
 
 class Part(NamedTuple):
-    """The arguments that upstream passes to the dataset class of a split, in order.
+    """The arguments that upstream passes to the dataset class of a split, in the same order.
 
     Attributes:
         source: the opened data.
@@ -50,14 +50,17 @@ def without_empty_parts(
     synchronize_ranks: bool,
     *args: Any,
 ) -> Any:
-    """Build nothing for an empty split that is not read; all ranks still reach upstream's barriers."""
+    """Build nothing for an empty split that is not read.
+
+    All ranks still reach upstream's barriers.
+    """
     if _is_empty(cls, args) and is_built_on_rank():
         cls = _nothing
     return original(cls, is_built_on_rank, synchronize_ranks, *args)
 
 
 def _is_empty(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if the dataset to build is an empty split, or a blend that includes one.
+    """Return True if the dataset is an empty split or a blend that includes an empty split.
 
     Raises:
         UsageError: the empty split is read.
@@ -87,7 +90,7 @@ def _is_read(part: Part) -> bool:
 
 
 def _refuse(part: Part, documents: int) -> None:
-    """Report which part of the split is empty, and how to fix this.
+    """Raise an error that names the empty split and explains how to fix this.
 
     Raises:
         UsageError: always.

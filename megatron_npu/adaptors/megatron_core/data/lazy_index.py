@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.datasets.indexed_dataset``: read ``lazy`` and ``cached`` indices.
+"""Patch ``megatron.core.datasets.indexed_dataset`` to read ``lazy`` and ``cached`` indices.
 
 Older versions of Megatron wrote these.
 """

@@ -1,4 +1,4 @@
-"""Support for batches of packed sequences under context parallelism.
+"""Support batches of packed sequences under context parallelism.
 
 Patches ``utils``, ``datasets.data_schedule`` and ``packed_seq_params`` of ``megatron.core``.
 """
@@ -32,7 +32,9 @@ def cut_packed_batch(
     cp_size: int | None = None,
     cp_rank: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Let upstream describe the whole batch of ``[1, t]`` tensors, then reduce it to this rank's tokens."""
+    """Reduce a batch of ``[1, t]`` tensors to this rank's tokens after upstream has described the whole
+    batch.
+    """
     from megatron.core import parallel_state
 
     size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
@@ -76,7 +78,10 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
-    """Mark a sequence that one rank holds completely as ``sbhd``, as in 0.16 and 0.17; others stay packed."""
+    """Mark a sequence that is completely on one rank as ``sbhd``, as in 0.16 and 0.17.
+
+    Other sequences stay packed.
+    """
     original(self)
     if self.qkv_format == "thd" and self.local_cp_size is not None and self.cu_seqlens_q.numel() == 2:
         self.qkv_format = "sbhd"

@@ -1,4 +1,4 @@
-"""Support for index caches on disks that machines do not share, which are built once on each machine.
+"""Build index caches once per machine on disks that machines do not share.
 
 Upstream builds an index only on rank 0. The other ranks open its files, which other machines do not have.
 """
@@ -23,7 +23,9 @@ _LOCK = ".building.lock"
 
 
 def read(build: Callable[[], Any]) -> Any:
-    """Return the indices that rank 0 has built, or build them if this machine does not see its files.
+    """Return the indices that rank 0 has built.
+
+    Build them if this machine cannot see rank 0's files.
 
     Args:
         build: reads the indices on this rank; on rank 0 it would build and write them.

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.datasets``: make the dataset files that a stock tool writes private."""
+"""Patch ``megatron.core.datasets`` so that dataset files written by stock tools are private."""
 
 from megatron_npu.adaptors.megatron_core.decorators import records
 from megatron_npu.adaptors.shared import private_files

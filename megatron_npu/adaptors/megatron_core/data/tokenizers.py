@@ -1,4 +1,4 @@
-"""Methods that generation requires from the tokenizers of GPT-2 and BERT, and the files of tokenizers.
+"""Add methods that generation requires to the tokenizers of GPT-2 and BERT, and load tokenizer files.
 
 Patches ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, in
 ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
@@ -65,14 +65,14 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
 ) -> list[int]:
-    """Compute the positions from the text if the library's tokenizer has no method for this."""
+    """Return token positions computed from the text if the library's tokenizer has no method for this."""
     if hasattr(self._tokenizer, "offsets"):
         return original(self, ids, text)
     return offsets(self, ids, text)
 
 
 def _common_length(start: str, text: str, known: int) -> int:
-    """Return the length of the common prefix of two strings, which is at least ``known``."""
+    """Return the length of the common prefix of two strings, given that it is at least ``known``."""
     while known < min(len(start), len(text)) and start[known] == text[known]:
         known += 1
     return known
@@ -89,7 +89,7 @@ def _common_length(start: str, text: str, known: int) -> int:
     ),
 )
 def bos(self: Any) -> None:
-    """Return None, because no token begins a text. Used for tokenizers that have no such property."""
+    """Return None, because this tokenizer has no token that begins a text."""
 
 
 @around(
@@ -103,7 +103,7 @@ def bos(self: Any) -> None:
 def name_the_flag(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Report the flag that reads the files if the hub cannot be reached."""
+    """Report the flag that provides local tokenizer files if the hub cannot be reached."""
     try:
         original(self, tokenizer_path, *args, **kwargs)
     except (OSError, ValueError, ModuleNotFoundError) as error:
@@ -116,7 +116,7 @@ def name_the_flag(
 
 
 class _Layout(NamedTuple):
-    """The file names that Transformers expects for a tokenizer, and its configuration."""
+    """Tokenizer file names that Transformers expects, and the tokenizer's configuration."""
 
     files: tuple[str, ...]
     config: dict[str, Any]
@@ -202,7 +202,7 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
 def require_transformers(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Raise a short error if the package transformers is not installed."""
+    """Raise a one-line error if Transformers is not installed."""
     if installed("transformers") is None:
         raise UsageError(
             f"the tokenizer {tokenizer_path} requires the package transformers, which is not installed. "
@@ -225,7 +225,10 @@ def require_transformers(
 def keep_the_additional_tokens(
     original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
 ) -> int:
-    """Store the given tokens if Transformers does not expose them; return the number of new tokens."""
+    """Store the given tokens if Transformers does not expose them.
+
+    Return the number of new tokens.
+    """
     added = original(self, special_tokens_dict)
     if getattr(self, "additional_special_tokens", None) is None:
         self.additional_special_tokens = list(special_tokens_dict.get("additional_special_tokens") or [])

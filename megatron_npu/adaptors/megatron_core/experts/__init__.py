@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, permutation and grouped matmuls."""
+"""Patch mixture of experts: the router, permutation and grouped matmuls."""

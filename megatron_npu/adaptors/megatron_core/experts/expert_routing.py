@@ -1,4 +1,4 @@
-"""Support for ``--moe-router-fusion`` without TransformerEngine: routing with a single gradient function.
+"""Support ``--moe-router-fusion`` without TransformerEngine, with routing in a single autograd function.
 
 Patches the three functions in ``moe.moe_utils`` that would call TransformerEngine's kernels.
 """
@@ -49,7 +49,7 @@ def route(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Map logits ``[t, e]`` to the weights and the routing map of the selected experts, both ``[t, e]``."""
+    """Map logits ``[t, e]`` to the weights and the routing map of the selected experts, ``[t, e]`` each."""
     if fused:
         asked = dict(zip(_NOT_FUSED, rest, strict=False)) | more
         reason = next((why for name, why in _NOT_FUSED.items() if _is_given(asked.get(name))), None)
@@ -88,7 +88,10 @@ def scores_for_aux_loss(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Map ``[t, e]`` to the top experts' routing map and all scores, both ``[t, e]``; padding has none."""
+    """Map logits ``[t, e]`` to the routing map of the top experts and all scores, ``[t, e]`` each.
+
+    Padding tokens have no experts.
+    """
     if not fused:
         return original(logits, topk, score_function, False, *rest, **more)
     scores, chosen = routing_scores(logits, topk, score_function)
@@ -112,7 +115,7 @@ def load_balancing_loss(
     *rest: Any,
     **more: Any,
 ) -> Tensor:
-    """Compute the loss, a scalar, from scores ``[t, e]`` and token counts ``[e]``."""
+    """Compute the scalar load-balancing loss from scores ``[t, e]`` and token counts ``[e]``."""
     if not fused:
         return original(
             probs,

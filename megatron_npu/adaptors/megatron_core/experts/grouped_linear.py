@@ -1,4 +1,4 @@
-"""Support for ``--moe-grouped-gemm`` since 0.17: upstream's grouped MLP with our grouped linear layers.
+"""Support ``--moe-grouped-gemm`` since 0.17 with our grouped linear layers in upstream's grouped MLP.
 
 Patches ``models.backends``, whose provider of local layers always returns sequential experts, regardless of
 what is requested. Upstream's class accepts any layers with its ``GroupedLinearFc1Interface`` and
@@ -19,7 +19,7 @@ from megatron_npu.ops.experts.grouped_matmul import grouped_linear
 
 
 class GroupedLinear(Module):
-    """The linear layers of this rank's experts, computed as one grouped matmul.
+    """Linear layers of this rank's experts, computed as one grouped matmul.
 
     Its parameters are ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as in
     TransformerEngine. Upstream's parallel linear layers create them, so their sizes, initial values and marks
@@ -71,7 +71,10 @@ class GroupedLinear(Module):
         return ColumnParallelLinear(*sizes, gather_output=False, is_expert=True, tp_group=group, **options)
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """Map ``[t, i]``, sorted by expert, to ``[t, o]``; return biases that were not added too."""
+        """Map ``[t, i]``, sorted by expert, to ``[t, o]``.
+
+        Biases that were not added are returned too.
+        """
         biases = self._each("bias") if self.use_bias else None
         added = None if self.skip_bias_add else biases
         output = grouped_linear(rows, self._each("weight"), tokens_per_expert, added)
@@ -81,10 +84,13 @@ class GroupedLinear(Module):
         """Do nothing, because the weight gradients are ready when the backward pass ends."""
 
     def get_extra_state(self) -> None:
-        """Return None; TransformerEngine's layers have an extra state, and upstream expects the method."""
+        """Return None as the extra state.
+
+        TransformerEngine's layers have one, so that upstream calls this method.
+        """
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore the state."""
+        """Ignore the extra state."""
 
     def _each(self, kind: str) -> list[Tensor]:
         return [getattr(self, f"{kind}{expert}") for expert in range(self.num_local_experts)]
@@ -92,7 +98,8 @@ class GroupedLinear(Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe each expert's parameters like those of sequential experts.
+        """Return the sharded state dict, in which each expert's parameters look like those of sequential
+        experts.
 
         Args:
             prefix: the prefix of the names.
@@ -133,14 +140,17 @@ class GroupedLinear(Module):
 
 
 def _without_extra_states(module: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state that a sharded checkpoint has for every expert except the first."""
+    """Remove the extra state that sharded checkpoints contain for every expert except the first."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
         if name != f"{prefix}_extra_state":
             del state_dict[name]
 
 
 class RowGroupedLinear(GroupedLinear):
-    """The second layer of the experts, whose input is split over tensor-parallel ranks: ``[o, i / tp]``."""
+    """Second linear layer of the experts.
+
+    Its input dimension is split over tensor-parallel ranks: ``[o, i / tp]``.
+    """
 
     split_axis = 1
 
@@ -163,7 +173,7 @@ class RowGroupedLinear(GroupedLinear):
     why="--moe-grouped-gemm without TransformerEngine silently runs the experts one after the other",
 )
 def grouped_experts(original: Callable[..., Any], self: Any, moe_use_grouped_gemm: bool) -> Any:
-    """Return upstream's grouped experts with our layers if they are requested."""
+    """Return upstream's grouped experts with our linear layers if grouped experts are requested."""
     if not moe_use_grouped_gemm:
         return original(self, moe_use_grouped_gemm)
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP

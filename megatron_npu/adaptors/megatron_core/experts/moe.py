@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
+"""Patch ``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
 
 Patches ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
 the sequential experts of ``moe.experts``.
@@ -68,14 +68,17 @@ _router = partial(
 def router_gating_linear(
     inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply ``[..., h]`` by ``[e, h]`` in ``router_dtype``; gradients have the inputs' dtypes."""
+    """Multiply ``[..., h]`` by ``[e, h]`` in ``router_dtype``.
+
+    Gradients have the inputs' dtypes.
+    """
     bias = None if bias is None else bias.to(router_dtype)
     return F.linear(inp.to(router_dtype), weight.to(router_dtype), bias)
 
 
 @_router(versions=">=0.13,<0.15")
 def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype: torch.dtype) -> Tensor:
-    """Do the same as ``router_gating_linear``, for routers without a bias (before 0.15)."""
+    """Compute ``router_gating_linear`` for routers without a bias (before 0.15)."""
     return F.linear(inp.to(router_dtype), weight.to(router_dtype))
 
 
@@ -90,7 +93,7 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
     ),
 )
 def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
-    """Make experts with biases return a copy of their output, so that it can be changed in place."""
+    """Make experts with biases return a copy of their output, so that callers can change it in place."""
     original(self, *args, **kw)
     if self.config.add_bias_linear:
         for expert in self.local_experts:

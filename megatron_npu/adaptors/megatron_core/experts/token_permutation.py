@@ -1,4 +1,4 @@
-"""Support for ``--moe-permute-fusion`` without TransformerEngine: sort tokens by expert and back in one call.
+"""Support ``--moe-permute-fusion`` without TransformerEngine: sort tokens by expert and back in one call.
 
 Patches ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
 disabled for its dispatcher, which then keeps the token counts on the host, where our other operations need
@@ -32,7 +32,7 @@ _fused = partial(
 
 @_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
 def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
-    """Record the request, and make upstream use the unfused path.
+    """Record that fused permutation is requested, and make upstream use the unfused path.
 
     Raises:
         FallbackForbiddenError: the fusion is not possible here, and strict mode is enabled.
@@ -53,7 +53,10 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
 
 @_fused(f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess")
 def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing_map: Tensor) -> Any:
-    """Record the number of experts per token if no token is dropped or padded; upstream then counts none."""
+    """Record the number of experts per token if no token is dropped or padded.
+
+    Upstream then does not count them.
+    """
     result = original(self, routing_map)
     if getattr(self.config, _ASKED, False) and not self.drop_and_pad:
         if isinstance(self.num_out_tokens, int):
@@ -73,7 +76,10 @@ def permute(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Sort ``[t, h]`` by expert according to ``[t, e]``; return rows, probabilities and sorted indices."""
+    """Sort ``[t, h]`` by expert according to ``[t, e]``.
+
+    Return rows, probabilities and sorted indices.
+    """
     copies = getattr(routing_map, _COPIES, None)
     if copies is None:
         return original(tokens, routing_map, probs, *args, **kwargs)
@@ -89,7 +95,10 @@ def permute_with_counts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``permute`` and return the token count of each expert unchanged; nothing is padded."""
+    """Call ``permute``, and return the token count of each expert unchanged.
+
+    No padding is added.
+    """
     # since 0.20: upstream's own order, and its inverse
     inverse = args[5] if len(args) > 5 else kwargs.get("return_batch_invariant_inverse_map")
     if inverse:
@@ -110,7 +119,10 @@ def unpermute(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Restore ``[t, h]`` from rows sorted here, whose indices are int32; upstream's are int64."""
+    """Restore ``[t, h]`` from rows that ``permute`` has sorted.
+
+    Its indices are int32, whereas upstream's are int64.
+    """
     if sorted_indices.dtype is not torch.int32:
         return original(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, *args, **kwargs)
     chosen = None if probs is None or routing_map is None else routing_map.bool()

@@ -1,1 +1,1 @@
-"""Layers of megatron-core, from the embedding to the loss."""
+"""Patch the layers of megatron-core, from the embedding to the loss."""

@@ -1,4 +1,6 @@
-"""Support for ``--fine-grained-activation-offloading`` with local layers and NPUs; all ours before 0.16.
+"""Support ``--fine-grained-activation-offloading`` with local layers and NPUs.
+
+Before 0.16, the whole implementation is ours.
 
 Patches ``pipeline_parallel.fine_grained_activation_offload``, ``pipeline_parallel.utils``,
 ``transformer.transformer_block``, ``models.gpt.gpt_model`` and ``extensions.transformer_engine`` of
@@ -63,7 +65,7 @@ def stay_on_all_cores() -> None:
     ),
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Handle an NPU's tensors, except parameters, in the same way as upstream handles a GPU's."""
+    """Treat an NPU's tensors, except parameters, in the same way as upstream treats a GPU's tensors."""
     if tensor.device.type == "npu":
         return not isinstance(tensor, torch.nn.Parameter)
     return original(tensor)
@@ -100,7 +102,7 @@ def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     ),
 )
 def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
-    """Do not move masks, which are the only boolean tensors, or tensors in a parameter's memory."""
+    """Return False for masks (boolean tensors) and for tensors in a parameter's memory, so that they stay."""
     if tensor.dtype is torch.bool:
         return False
     start = tensor.untyped_storage().data_ptr()
@@ -108,7 +110,7 @@ def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Ten
 
 
 def refuse_on_the_host(args: Namespace) -> None:
-    """Reject the flag on the cpu device.
+    """Reject activation offloading on the cpu device.
 
     Raises:
         UsageError: the device is a cpu, whose activations are already in host memory.
@@ -119,7 +121,7 @@ def refuse_on_the_host(args: Namespace) -> None:
 
 @contextmanager
 def unseen_by_upstream(args: Namespace) -> Iterator[None]:
-    """Unset the flag during upstream's validation, which accepts it only with TransformerEngine's layers.
+    """Unset the flag during upstream's validation, which would reject it without TransformerEngine's layers.
 
     Before 0.16, the flag is ours, and ``check_flags`` reads it.
     """
@@ -138,7 +140,9 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
 
 
 def options_of(config: Any) -> tuple[tuple[str, ...], int]:
-    """Return the modules to offload and the minimum tensor size before 0.16; no modules without the flag.
+    """Return the modules to offload and the minimum tensor size before 0.16.
+
+    Without the flag, there are no modules.
 
     A stock script has both among its arguments; a program that builds its model in Python sets
     ``offload_modules`` and ``min_offloaded_tensor_size`` in the configuration.
@@ -155,7 +159,7 @@ def options_of(config: Any) -> tuple[tuple[str, ...], int]:
     why=f"{FLAG}, which upstream has since 0.16",
 )
 def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
-    """Attach offloading to the layers' modules if it is enabled."""
+    """Attach offloading to the modules of the layers if it is enabled."""
     original(self)
     modules, smallest = options_of(self.config)
     if modules:
@@ -177,7 +181,7 @@ around(
     order=-1,
 )
 def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
-    """Reject unsupported combinations once upstream has determined what is recomputed."""
+    """Reject unsupported combinations after upstream has determined which layers are recomputed."""
     validated = original(args, *rest, **kwargs)
     memory_flags.check_activation_offloading(validated)
     return validated

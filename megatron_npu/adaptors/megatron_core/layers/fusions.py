@@ -1,4 +1,4 @@
-"""Patches for the fused element-wise functions in ``megatron.core.fusions``.
+"""Patch the fused element-wise functions in ``megatron.core.fusions``.
 
 These are bias_gelu, bias_geglu, bias_swiglu and bias_dropout. Also patches ``megatron.core.jit``, whose
 ``jit_fuser`` compiles them upstream.
@@ -60,13 +60,19 @@ def bias_swiglu_impl(
 
 @replace(f"{_SWIGLU}:swiglu", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu(y: Tensor) -> Tensor:
-    """Map ``[t, 2h]`` to ``[t, h]``; called by the weighted variant for MoE."""
+    """Map ``[t, 2h]`` to ``[t, h]``.
+
+    The weighted variant for MoE calls this function.
+    """
     return activation.swiglu(y)
 
 
 @replace(f"{_SWIGLU}:swiglu_back", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """Return the gradient of ``swiglu`` for ``y``; called by the weighted variant for MoE."""
+    """Return the gradient of ``swiglu`` for ``y``.
+
+    The weighted variant for MoE calls this function.
+    """
     return activation.swiglu_backward(g, y)
 
 
@@ -94,7 +100,7 @@ def bias_dropout_add(
 def bias_dropout_add_in_residual_dtype(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """Do the same as ``bias_dropout_add`` in the residual's dtype, which may be fp32 since 0.17."""
+    """Compute ``bias_dropout_add`` in the residual's dtype, which may be fp32 since 0.17."""
     x, bias = x_with_bias
     bias = None if bias is None else bias.to(residual.dtype)
     return dropout.bias_dropout_add(x.to(residual.dtype), bias, residual, prob, training)
@@ -112,7 +118,7 @@ def bias_dropout_add_in_residual_dtype(
 def bias_dropout_add_in_training(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """Do the same as this version's ``_bias_dropout_add_func`` in training."""
+    """Compute this version's ``_bias_dropout_add_func`` in training."""
     from megatron.core.fusions import fused_bias_dropout
 
     x, bias = x_with_bias

@@ -1,4 +1,4 @@
-"""Replace the GPT model that ``tasks/main.py`` builds; patches ``megatron.legacy.model`` (before 0.13)."""
+"""Replace the GPT model that ``tasks/main.py`` builds, in ``megatron.legacy.model`` (before 0.13)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model_of_the_flags(original: type) -> type:
     """Build the same model as ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
-        """Either upstream's legacy GPT model or that of megatron-core."""
+        """Upstream's legacy GPT model, or the one of megatron-core."""
 
         def __new__(
             cls,
@@ -42,7 +42,9 @@ def model_of_the_flags(original: type) -> type:
 
 
 def _core_model(parallel_output: bool, pre_process: bool, post_process: bool) -> Any:
-    """Build the model of ``pretrain_gpt.py``; its logits are ``[b, s, v]``, like those of the legacy model.
+    """Build the model of ``pretrain_gpt.py``.
+
+    Its logits are ``[b, s, v]``, as in the legacy model.
 
     Args:
         parallel_output: whether each tensor-parallel rank keeps its part of the vocabulary.

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy, its fused variant, and the embedding.
+"""Patch vocabulary-parallel cross entropy, its fused variant, and the embedding.
 
 Patches ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
 """
@@ -47,7 +47,7 @@ def vocab_parallel_cross_entropy_of_group(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Do the same as ``vocab_parallel_cross_entropy``, over the given group if there is one."""
+    """Compute ``vocab_parallel_cross_entropy`` over the given group, if there is one."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     group = get_tensor_model_parallel_group() if tp_group is None else tp_group
@@ -61,7 +61,7 @@ def vocab_parallel_cross_entropy_of_group(
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
 ) -> Tensor:
-    """Do the same as ``vocab_parallel_cross_entropy``, over the given group."""
+    """Compute ``vocab_parallel_cross_entropy`` over the given group."""
     return _loss(vocab_parallel_logits, target, tp_group, 0.0)
 
 
@@ -83,7 +83,7 @@ def _loss(logits: Tensor, target: Tensor, group: ProcessGroup, label_smoothing: 
     "the device's",
 )
 def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Draw the whole weight from the host's generator, the same on every tensor-parallel rank."""
+    """Draw the whole weight from the host's generator, with equal values on all tensor-parallel ranks."""
     with devices.current().host_rng():
         return original(*args, **kwargs)
 
@@ -112,7 +112,10 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
 
 def _reads_otherwise(embedding: Any) -> bool:
-    """Return True if more ranks share the weight (0.19), or inference does its own reduction (0.18)."""
+    """Return True if this embedding needs upstream's code.
+
+    This is the case if more ranks share the weight (0.19), or if inference has its own reduction (0.18).
+    """
     spread = getattr(embedding, "gtp_remat_size", 1) > 1
     return spread or getattr(embedding, "use_inference_optimized_reduce_scatter", False)
 

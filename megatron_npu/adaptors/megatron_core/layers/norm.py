@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.transformer.torch_norm``, the norm of every local spec."""
+"""Patch ``megatron.core.transformer.torch_norm``, which contains the norm of every local spec."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ class Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[..., h]``; for an fp32 residual, the result has the dtype of 16-bit weights."""
+        """Normalize ``[..., h]``.
+
+        For an fp32 residual, the result has the dtype of 16-bit weights.
+        """
         result = residual_norm.result_of(self, x)
         if result is not None:
             return result

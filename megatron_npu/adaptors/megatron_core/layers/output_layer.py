@@ -32,7 +32,9 @@ _TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
-    """The factors whose product is the logits, which are passed to the loss instead of the logits.
+    """The hidden states and the weight whose product is the logits.
+
+    They are passed to the loss instead of the logits.
 
     Attributes:
         layer: the output layer.
@@ -47,7 +49,7 @@ class Factors(NamedTuple):
 
 @around("megatron.core.models.gpt.gpt_model:GPTModel.forward", why=_WHY)
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a loss from the factors of the logits, if nothing else needs the logits."""
+    """Compute the loss without the full logits, if no other code needs the logits."""
     labels = args[4] if len(args) > 4 else kwargs.get("labels")
     others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
     if labels is None or others is not None or not self.post_process:
@@ -89,7 +91,7 @@ _ASK_FOR_LOGITS = {
 
 
 def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
-    """Return the reason why the logits are needed or the output layer is not supported, or None."""
+    """Return the reason why the logits are needed or why the output layer is not supported, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = model.output_layer
@@ -123,7 +125,10 @@ def _beyond_run(config: Any) -> str | None:
 
 @contextlib.contextmanager
 def _product_put_off(layer: Any) -> Iterator[None]:
-    """Make ``layer`` return its factors within the block; hooks on it still run."""
+    """Make ``layer`` return the factors of its matmul within the block.
+
+    Hooks on the layer still run.
+    """
     layer.forward = functools.partial(_factors, layer)
     try:
         yield
@@ -147,7 +152,9 @@ def _factors(
 def compute_language_model_loss(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Tensor | Factors
 ) -> Tensor:
-    """Compute the fp32 loss ``[b, s]`` of labels and logits ``[s, b, v / tp]``, or their factors."""
+    """Compute the fp32 loss ``[b, s]`` from labels and logits ``[s, b, v / tp]``, or from the logits'
+    factors.
+    """
     if isinstance(logits, Factors):
         layer = logits.layer
         return loss_of_factors(
@@ -180,7 +187,7 @@ def count_right_further_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Count the additional tokens ``[b, s]`` whose most likely prediction is correct, and all such tokens.
+    """Count the additional tokens ``[b, s]`` that are predicted correctly, and all additional tokens.
 
     The matmul is computed again (upstream has its result), in blocks of the sequence, so that it requires no
     more memory than the loss.
@@ -210,7 +217,10 @@ def _group(layer: Any) -> Any:
 
 
 def _of_all_ranks(factors: Factors) -> Tensor:
-    """Return the whole ``[s, b, h]``, whose gradient is summed over the tensor-parallel ranks."""
+    """Gather ``[s, b, h]`` from all tensor-parallel ranks.
+
+    The gradient is summed over the ranks.
+    """
     from megatron.core.tensor_parallel import mappings
 
     groups = {"group": factors.layer.tp_group} if getattr(factors.layer, "tp_group", None) else {}

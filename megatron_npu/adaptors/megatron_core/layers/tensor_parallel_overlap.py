@@ -1,4 +1,4 @@
-"""Support for ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
+"""Support ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
 
 They are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
 ``transformer.transformer_config`` of ``megatron.core``, and ``megatron.training.initialize``.
@@ -56,7 +56,10 @@ def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) ->
 
 
 def _asked(layer: Any, kind: str) -> bool:
-    """Return True if overlap is requested for a layer; ``kind`` is the option for gathering or scattering."""
+    """Return True if the flags request overlap for a layer.
+
+    ``kind`` is the option for gathering or scattering.
+    """
     config = layer.config
     return (
         config.tp_comm_overlap and getattr(config, kind) and layer.sequence_parallel and not layer.is_expert
@@ -64,7 +67,9 @@ def _asked(layer: Any, kind: str) -> bool:
 
 
 def _taken(layer: Any, weight: Tensor) -> bool:
-    """Return True if the operations support a layer; otherwise, report this.
+    """Return True if the operations support a layer.
+
+    Otherwise, report that they do not.
 
     Raises:
         FallbackForbiddenError: the operations do not support the layer, and strict mode is enabled.
@@ -80,7 +85,10 @@ def _taken(layer: Any, weight: Tensor) -> bool:
 
 
 def _group(layer: Any) -> torch.distributed.ProcessGroup:
-    """Return a layer's tensor-parallel group; up to 0.12 layers do not store it."""
+    """Return a layer's tensor-parallel group.
+
+    Up to 0.12, layers do not store it.
+    """
     from megatron.core import parallel_state
 
     return getattr(layer, "tp_group", None) or parallel_state.get_tensor_model_parallel_group()
@@ -120,13 +128,13 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
-    """Reject a configuration in which no layer could overlap."""
+    """Reject a configuration in which no layer could overlap its communication."""
     refuse_no_overlap(self)
     original(self)
 
 
 def refuse_no_overlap(config: Any) -> None:
-    """Check a ``TransformerConfig``'s ``--tp-comm-overlap`` for an NPU.
+    """Check that an NPU can apply the ``--tp-comm-overlap`` of a ``TransformerConfig``.
 
     Raises:
         UsageError: the option cannot have any effect.
@@ -153,7 +161,7 @@ def refuse_no_overlap(config: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Check a script's ``--tp-comm-overlap`` before upstream reads its arguments.
+    """Check a script's ``--tp-comm-overlap`` before upstream parses its arguments.
 
     Raises:
         UsageError: the option cannot have any effect.

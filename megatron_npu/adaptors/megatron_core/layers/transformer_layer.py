@@ -34,14 +34,14 @@ _in_layers = partial(around, devices=("npu", "cuda"), condition=upstream_compile
 
 @_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
 def of_a_block(original: Callable[[Any], None], self: Any) -> None:
-    """Fuse biases into matmuls and residual sums into norms in a block, across its layers."""
+    """Fuse biases into matmuls and residual additions into norms, across the layers of a block."""
     original(self)
     _connect(self.layers, self.final_layernorm, self.config)
 
 
 @_in_layers("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers")
 def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Do the same for the layer, or hybrid stack, that predicts an additional token."""
+    """Fuse biases and residual additions in the layer or hybrid stack that predicts an additional token."""
     original(self, *args, **kwargs)
     for each in self.layers:
         inner = getattr(each, "mtp_model_layer", None) or each.transformer_layer
@@ -51,13 +51,15 @@ def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwarg
 @_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
 @_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
 def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Do the same for layers that consist of only attention, an MLP or a state space model."""
+    """Fuse biases and residual additions in layers that have only attention, an MLP or a state space
+    model.
+    """
     original(self, *args, **kwargs)
     _connect(self.layers, getattr(self, "final_norm", None), self.config)
 
 
 def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
-    """Make matmuls add the layers' biases, and tell each residual addition which norm reads its sum.
+    """Make matmuls add the layers' biases, and register the norm that reads each residual sum.
 
     Args:
         layers: consecutive layers, which add their residuals themselves.
@@ -75,7 +77,7 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Tell each part of the layers which norm reads its sum, if the part may compute that norm too."""
+    """Register the norm that reads the sum of each part of a layer, if the part may compute that norm too."""
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
     parts = [part for layer in layers for part in _parts(layer, mlp_again)]
@@ -85,7 +87,7 @@ def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """A part of a layer that reads the residual sum and adds to it: attention, an MLP or a state space model.
+    """Part of a layer that adds to the residual sum: attention, an MLP or a state space model.
 
     Attributes:
         layer: the layer that the part belongs to.
@@ -101,7 +103,10 @@ class _Part(NamedTuple):
 
 
 def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
-    """Yield the parts of a layer; ``mlp_again`` says whether MLPs are recomputed."""
+    """Yield the parts of a layer.
+
+    ``mlp_again`` is True if MLPs are recomputed.
+    """
     if hasattr(layer, "mamba_bda"):
         yield _Part(layer, "mamba_bda", _norm_of(layer, "norm", "mixer.in_proj"), True)
         return
@@ -115,19 +120,24 @@ def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:
-    """Return True if norm inputs are offloaded (0.16 or newer), which fused residual sums would prevent."""
+    """Return True if norm inputs are offloaded (since 0.16).
+
+    Fused residual sums would prevent this.
+    """
     moved = getattr(config, "offload_modules", None) or ()
     asked = getattr(config, "fine_grained_activation_offloading", False)
     return asked and not {"attn_norm", "mlp_norm"}.isdisjoint(moved)
 
 
 def _passes_on(layer: Any, part: str) -> bool:
-    """Return True if a layer has only an identity for ``part``."""
+    """Return True if ``part`` of a layer is only an identity."""
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
 def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
-    """Return a layer's norm ``part``, or ``linear``, which includes the norm under TransformerEngine's name.
+    """Return the norm ``part`` of a layer.
+
+    With TransformerEngine's names, the layer ``linear`` includes the norm.
 
     Args:
         recomputed: whether ``linear`` is recomputed; if so, it reads a copy of the sum.
@@ -139,7 +149,7 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Make linear layers under TransformerEngine's names add their biases, except those of experts.
+    """Make linear layers with TransformerEngine's names add their own biases, except those of experts.
 
     Callers of experts first scale the second layer's bias by the router's probability.
     """
@@ -151,7 +161,9 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Extend a layer's ``where`` to add for ``norm`` if it is upstream's function and the norm is ours.
+    """Make the addition ``where`` of a layer also compute ``norm``.
+
+    The addition must be upstream's function, and the norm ours.
 
     Args:
         here: whether this layer also contains the norm.
@@ -166,7 +178,7 @@ def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
 
 
 class _SumForNorm:
-    """A replacement for ``get_bias_dropout_add`` at one place where a layer adds a residual.
+    """Replacement for ``get_bias_dropout_add`` at one residual addition of a layer.
 
     Args:
         norm: the norm that will read the sum.
@@ -178,7 +190,10 @@ class _SumForNorm:
         self.norm, self.here = norm, here
 
     def __call__(self, training: bool, fused: bool) -> Add:
-        """Return the function that adds, upstream's own in inference or without --bias-dropout-fusion."""
+        """Return the function that adds the residual.
+
+        In inference or without --bias-dropout-fusion, it is upstream's own.
+        """
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
         plain: Add = get_bias_dropout_add(training, fused)

@@ -1,1 +1,1 @@
-"""Optimizers, including the distributed optimizer, and the sharding of weights."""
+"""Patch optimizers, including the distributed optimizer, and the sharding of weights."""

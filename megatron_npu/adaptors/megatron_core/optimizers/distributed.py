@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.distributed``, the DDP that keeps gradients in buffers."""
+"""Patch ``megatron.core.distributed``, whose DDP stores gradients in buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Add vector gradients at the end of the backward pass, and to tables only the rows that were read.
+    """Add vector gradients at the end of the backward pass, and update only the table rows that were read.
 
     This is not done with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """

@@ -35,7 +35,7 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Do not compare learning rates if those of the run differ from those of the checkpoint."""
+    """Ignore learning rates in the comparison if those of the run differ from those of the checkpoint."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)
@@ -44,7 +44,7 @@ def find_groups(
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Do not compare learning rates if those of the run differ from those of the checkpoint."""
+    """Load a state whose learning rates may differ from those of the run."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -55,7 +55,7 @@ def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, A
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Within the block, make ``module`` match groups by fewer keys if all of its keys find no match."""
+    """Make ``module`` match groups by fewer keys within the block, if matching by all keys fails."""
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
@@ -70,7 +70,7 @@ def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[
 def by_places(
     holder: Any, fewer: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Match groups by fewer keys within the block, and by position where these keys are equal.
+    """Match groups by fewer keys within the block, and by position among groups with equal keys.
 
     Positions are counted among groups that differ only in their rates; these groups are created in the order
     of their overrides, with the flags' own rates first. If the number of saved groups differs, nothing is
@@ -103,7 +103,7 @@ def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list
 
 
 def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
-    """Store in each group the number of groups of its kind that precede it."""
+    """Store in each group how many groups of the same kind precede it."""
     before: Counter[tuple[Any, ...]] = Counter()
     for group, mark in zip(groups, _marks(keys, groups), strict=True):
         group[_PLACE] = before[mark]
@@ -111,11 +111,14 @@ def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
 
 
 def forget_places(groups: list[dict[str, Any]]) -> None:
-    """Remove what ``by_places`` has stored in groups or in copies of them."""
+    """Remove the values that ``by_places`` has stored in groups or in copies of groups."""
     for group in groups:
         group.pop(_PLACE, None)
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return each group's values of ``keys``, as upstream compares them; NeMo adds prefixes to the names."""
+    """Return each group's values of ``keys`` as upstream compares them.
+
+    NeMo adds prefixes to the names.
+    """
     return [tuple(group.get(key, group.get(f"pre_{key}")) for key in keys) for group in groups]

@@ -1,4 +1,4 @@
-"""Support for ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
+"""Support ``--use-megatron-fsdp``, ``--use-custom-fsdp`` and ``--use-torch-fsdp2``.
 
 Patches ``distributed.fsdp`` (before 0.14 ``distributed.custom_fsdp``),
 ``distributed.torch_fully_sharded_data_parallel``, ``distributed.data_parallel_base`` and, for checkpoints,
@@ -34,7 +34,7 @@ _WRAPPER = "module."  # what each wrapper puts before a weight's name
 def multiply_before_reduction(
     original: Callable[..., Any], grad_data: Tensor, scaling_factor: float | None, ddp_config: Any
 ) -> Any:
-    """Make upstream scale the gradients itself, as with ``--no-gradient-reduce-div-fusion``."""
+    """Make upstream itself scale the gradients, as with ``--no-gradient-reduce-div-fusion``."""
     config = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
     return original(grad_data, scaling_factor, config)
 
@@ -61,7 +61,7 @@ _WRONG_GRADIENTS = (
     why=_WRONG_GRADIENTS,
 )
 def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Reject Megatron's FSDP on a cpu before anything else is done."""
+    """Reject Megatron's FSDP on a cpu device before anything is built."""
     raise UsageError(
         "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 is not supported on the cpu "
         "device, because it multiplies in a reduction, which gloo cannot do. Use --use-torch-fsdp2 or "
@@ -79,7 +79,7 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
 def names_from_mesh(
     original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
 ) -> list[str]:
-    """Return the names that the mesh itself contains, as upstream does since 0.15."""
+    """Return the dimension names that the mesh contains, as upstream does since 0.15."""
     if device_mesh is None or hasattr(meshes._mesh_resources, "child_to_root_mapping"):
         return original(device_mesh)
     own = list(device_mesh.mesh_dim_names or ())
@@ -88,7 +88,7 @@ def names_from_mesh(
 
 
 class Mesh:
-    """A replacement for ``DeviceMesh``, of which upstream uses only ``from_group``."""
+    """Replacement for ``DeviceMesh``, of which upstream uses only ``from_group``."""
 
     @staticmethod
     def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
@@ -115,7 +115,7 @@ constant(
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
 ) -> None:
-    """Accept ``force_all_reduce``, which has no meaning here because nothing is reduced."""
+    """Accept ``force_all_reduce``, which has no effect here because no gradients are reduced."""
     original(self)
 
 
@@ -130,19 +130,19 @@ def accept_force_all_reduce(
     ),
 )
 def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pass a view of the model that finds weights regardless of the number of wrappers."""
+    """Shard a view of the model that finds weights whatever the number of wrappers."""
     return original(_Parameters(model), *args, **kwargs)
 
 
 class _Parameters:
-    """A view of a model that looks up parameters regardless of wrappers."""
+    """View of a model that looks up parameters whatever the number of wrappers."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.named_modules = model.config, model.named_modules
         self._found = {name.rpartition(_WRAPPER)[2]: own for name, own in model.named_parameters()}
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter by its name, regardless of the number of wrappers in the name."""
+        """Return a parameter by its name, ignoring the wrappers in the name."""
         return self._found[name.rpartition(_WRAPPER)[2]]
 
 
@@ -156,5 +156,5 @@ class _Parameters:
 def know_shards_again(
     original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
 ) -> dict[int, int]:
-    """Pass the shards themselves, as for the weights."""
+    """Pass the shards themselves to upstream's function, as for the weights."""
     return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

@@ -1,4 +1,4 @@
-"""Support for resuming with torch's FSDP2 (``--use-torch-fsdp2``), in both of its checkpoint formats.
+"""Support resuming with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats.
 
 Patches ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
 """
@@ -28,7 +28,7 @@ _resume = partial(
 
 @dataclass
 class _Load:
-    """One call of ``load_checkpoint``, with the optimizer state that it has read if that is to be loaded."""
+    """One call of ``load_checkpoint``, with the optimizer state that it has read."""
 
     optimizer_state: Any = None
 
@@ -44,7 +44,7 @@ _LOAD: ContextVar[_Load | None] = ContextVar("the load that is under way", defau
     "ChainedOptimizer does not accept (TypeError), although it holds every optimizer",
 )
 def accept_is_loading(original: Callable[[Any], Any], self: Any, is_loading: bool = False) -> Any:
-    """Create the state to load into, as the 16-bit optimizers do with ``is_loading``."""
+    """Create the optimizer state before loading, as the 16-bit optimizers do with ``is_loading``."""
     if is_loading:
         for each in self.chained_optimizers:
             each.init_state_fn(each.optimizer, each.config)
@@ -62,7 +62,7 @@ def keep_the_state(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Store the optimizer state that was read if it is to be loaded."""
+    """Store the optimizer state from the checkpoint if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     load = _LOAD.get()
     if load is not None and not rank0:
@@ -75,7 +75,7 @@ def keep_the_state(
 def restore_the_step_count(
     original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Restore each group's step count from the checkpoint where upstream skips load_state_dict."""
+    """Restore each group's step count from the checkpoint if upstream skips load_state_dict."""
     given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
     load = _Load()
     token = _LOAD.set(load)
@@ -98,7 +98,7 @@ def _as_saved(ours: list[dict[str, Any]], state: list[dict[str, Any]]) -> list[d
 
 
 def _pairs(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each optimizer of a chain with its groups in the checkpoint."""
+    """Yield each optimizer of a chained optimizer with its groups in the checkpoint."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, each in enumerate(chain):
         own = state if len(chain) == 1 else state[number]

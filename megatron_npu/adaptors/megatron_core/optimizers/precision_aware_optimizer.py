@@ -1,4 +1,4 @@
-"""Support for ``--use-precision-aware-optimizer`` with our Adam: 16-bit states on every device.
+"""Support ``--use-precision-aware-optimizer`` with our Adam, which stores 16-bit states on every device.
 
 Patches ``optimizer.optimizer_config`` and the place in ``optimizer`` where the optimizer of a parameter group
 is built; ``arguments`` adds ``--reuse-fp32-param`` and makes ``memory_flags`` reject invalid combinations.
@@ -22,7 +22,7 @@ _NAME = "transformer_engine.pytorch.optimizers"
 
 
 class _OursToKeep(int):
-    """A false value of ``store_param_remainders`` that makes our Adam keep remainders.
+    """Integer that is false but makes our Adam store parameter remainders.
 
     Upstream disables the option. As a field of the configuration, the value is part of every copy
     (``dataclasses.replace``).
@@ -31,7 +31,7 @@ class _OursToKeep(int):
 
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
-    """Within the block, make our ``FusedAdam`` importable from TransformerEngine, which is not installed."""
+    """Make our ``FusedAdam`` importable from TransformerEngine, which is not installed, within the block."""
     parts = _NAME.split(".")
     modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
     modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one
@@ -53,7 +53,7 @@ def _importable_from_transformer_engine() -> Iterator[None]:
     "ours, which takes its place where TransformerEngine is absent, keeps the tensors",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
-    """Make upstream inspect our Adam, and store a request for remainders, which upstream disables.
+    """Make upstream inspect our Adam, and store a request for remainders that upstream would disable.
 
     Raises:
         UsageError: a state has a dtype that our Adam does not support.
@@ -78,7 +78,7 @@ def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
     "given later: nothing is trained",
 )
 def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
-    """Set the recipe that has the same meaning, which is also the default of the scripts."""
+    """Set the fp8 recipe to the default of the scripts if no recipe is set."""
     if self.use_precision_aware_optimizer and self.fp8_recipe is None:
         self.fp8_recipe = "delayed"
     original(self)
@@ -92,7 +92,7 @@ def name_a_recipe(original: Callable[[Any], None], self: Any) -> None:
     order=1,
 )
 def ask_for_remainders(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Enable remainders when the optimizer is built, before any state exists."""
+    """Enable remainders when the optimizer is built, before it has any state."""
     result = original(config, *args, **kwargs)
     adam = getattr(result, "optimizer", None)
     if isinstance(adam, FusedAdam) and adam.use_decoupled_grad:

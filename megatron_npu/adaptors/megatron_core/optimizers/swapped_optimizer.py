@@ -1,4 +1,4 @@
-"""Support for ``--swap-optimizer``, which keeps Adam's moments in host memory from the first step on.
+"""Support ``--swap-optimizer``, which keeps Adam's moments in host memory.
 
 Patches the place in ``megatron.core.optimizer`` where the optimizer of a parameter group is built;
 ``arguments`` adds the flag and configures ``FusedAdam``.
@@ -42,7 +42,10 @@ def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _initialize(adam: FusedAdam, config: Any = None) -> None:
-    """Create missing optimizer states; the arguments are those of upstream's function."""
+    """Create missing optimizer states.
+
+    The arguments are those of upstream's function.
+    """
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if not adam.state[parameter]:
             adam.initialize_state(parameter)

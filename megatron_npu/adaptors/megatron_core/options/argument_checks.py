@@ -1,4 +1,4 @@
-"""Checks of a stock script's arguments that run before upstream's own checks.
+"""Check a stock script's arguments before upstream checks them.
 
 Each check is a function of the parsed arguments, listed in ``CHECKS`` with its reason. To add a check, write
 the function and its entry there.
@@ -45,7 +45,7 @@ _NEVER = 2**31 - 1  # iterations between two evaluations: more than any run has
 
 
 class Check(NamedTuple):
-    """A check or change of the arguments before upstream validates them.
+    """Check or change of the arguments that runs before upstream validates them.
 
     Attributes:
         run: changes the arguments, or raises a UsageError.
@@ -68,26 +68,28 @@ class Check(NamedTuple):
 
 
 def take_older_flags(args: argparse.Namespace) -> None:
-    """Translate flags of older Megatron versions to their current meaning, so that upstream accepts them."""
+    """Translate flags of older Megatron versions to current flags that upstream accepts."""
     older_flags.apply(args, sys.argv[1:])
     args.checkpoint_activations = False
 
 
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
-    """Select the precision-aware optimizer for --reuse-fp32-param; reject flags that conflict with it."""
+    """Select the precision-aware optimizer for --reuse-fp32-param, and reject conflicting flags."""
     memory_flags.check_precision_aware_optimizer(args)
     if args.reuse_fp32_param:
         args.use_precision_aware_optimizer = True
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
-    """Rename --rerun-mode report_stats to the value that the state machine knows."""
+    """Rename --rerun-mode report_stats to the value that upstream's state machine uses."""
     if args.rerun_mode == "report_stats":
         args.rerun_mode = "report_determinism_stats"
 
 
 def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
-    """Make a script without --eval-interval, which has no default since 0.16, evaluate only after training.
+    """Evaluate only after training if --eval-interval is not given.
+
+    Since 0.16, this flag has no default.
 
     The training loop accepts None, but the code that counts the samples before training divides by the value.
     """
@@ -118,7 +120,7 @@ def name_the_length_for_servers(args: argparse.Namespace) -> None:
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Reject reruns of batches that are already distributed over the ranks, before anything is built."""
+    """Reject reruns of batches that are distributed over the ranks in advance."""
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             "--hybrid-context-parallel requires --rerun-mode disabled, because Megatron cannot repeat a "
@@ -128,7 +130,9 @@ def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
 
 
 def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
-    """Reject grouped experts with biases or without bf16 before 0.17, whose grouped MLP rejects them."""
+    """Reject grouped experts with biases or without bf16 before 0.17, where the grouped MLP does not
+    support them.
+    """
     from megatron.core import package_info
 
     grouped = args.moe_grouped_gemm and args.num_experts
@@ -147,7 +151,7 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
 
 
 def refuse_xavier_weights(args: argparse.Namespace) -> None:
-    """Reject a flag whose value upstream assigns to a field that no configuration has."""
+    """Reject a flag that upstream assigns to a field that does not exist in any configuration."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
             "--init-method-xavier-uniform is not supported, because Megatron sets a field that its "
@@ -157,7 +161,7 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
 
 
 def refuse_flex_dispatching(args: argparse.Namespace) -> None:
-    """Reject the dispatcher that uses a CUDA library for sending."""
+    """Reject the dispatcher that sends tokens with a CUDA library."""
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type must be allgather or alltoall, because flex uses DeepEP or "
@@ -166,7 +170,10 @@ def refuse_flex_dispatching(args: argparse.Namespace) -> None:
 
 
 def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
-    """Reject mismatched hierarchical sizes with a message; upstream has only an assertion."""
+    """Reject mismatched hierarchical sizes with a message.
+
+    Upstream only has an assertion.
+    """
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     if sizes and math.prod(sizes) != args.context_parallel_size:
         raise UsageError(
@@ -176,7 +183,7 @@ def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
 
 
 def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
-    """Reject tools that require CUDA before anything is built."""
+    """Reject tools that require CUDA before the model is built."""
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
@@ -191,13 +198,13 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
 
 
 def do_without_cuda(args: argparse.Namespace) -> None:
-    """Reject options that require NCCL or SHARP; disable CUDA graphs and log this."""
+    """Reject options that require NCCL or SHARP, and disable CUDA graphs."""
     unsupported_options.refuse(args, unsupported_options.NEED_CUDA, "CUDA")
     unsupported_options.do_without_cuda_graphs(args)
 
 
 def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
-    """Reject the flag alone, because upstream's loss uses it only with --cross-entropy-loss-fusion."""
+    """Reject the linear loss without --cross-entropy-loss-fusion, because upstream would ignore it."""
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion. Add "
@@ -206,7 +213,10 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
 
 
 def set_variables_of_cuda(args: argparse.Namespace) -> None:
-    """Set the variables that upstream requires if they are unset; launch scripts often set the first to 1."""
+    """Set the CUDA variables that upstream requires if they are unset.
+
+    Launch scripts often set the first to 1.
+    """
     if any(getattr(args, option, False) for option in _SHARDED):
         on_cuda = (
             devices.current().name == "cuda"

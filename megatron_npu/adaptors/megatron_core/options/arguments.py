@@ -1,4 +1,4 @@
-"""Patches for ``megatron.training.arguments``: fused-attention flags, and checks before upstream's own."""
+"""Patch ``megatron.training.arguments``: fused-attention flags, and checks before upstream's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from megatron_npu.patching.patch import ALL_DEVICES
 
 
 def _reasons() -> str:
-    """Return the reasons of all checks as one string, each preceded by the name of its check."""
+    """Return the reasons of all checks as one string.
+
+    Each reason follows the name of its check.
+    """
     return "; ".join(f"{check.name}{_for(check.devices)}: {check.why}" for check in CHECKS)
 
 
@@ -40,7 +43,7 @@ around(
     why="flags from older versions of Megatron, such as --data-impl mmap, which documents still use",
 )
 def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the flags of older versions after upstream's own."""
+    """Add the flags of older Megatron versions after upstream's own flags."""
     parser = original(parser)
     older_flags.add(parser)
     return parser
@@ -51,7 +54,7 @@ def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParse
     why="--cross-entropy-fusion-impl linear, which no release has",
 )
 def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the value ``linear`` to upstream's own flag."""
+    """Add the value ``linear`` to upstream's loss-fusion flag."""
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl":
@@ -81,7 +84,7 @@ around(
 def validate_args(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Run the checks for this device first."""
+    """Run the checks for this device, then upstream's own."""
     device = devices.current().name
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):

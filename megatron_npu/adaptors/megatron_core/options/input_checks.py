@@ -1,4 +1,4 @@
-"""Checks of a stock script's files and sizes, about which upstream ends with a traceback."""
+"""Check a stock script's files and sizes, for which upstream would raise errors with a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READ_INDEXED_DATA = frozenset(f"pretrain_{model}.py" for model in ("bert", "gpt
 
 
 def refuse_missing_files(args: argparse.Namespace) -> None:
-    """Refuse paths of the tokenizer and of the data that do not exist.
+    """Reject paths of the tokenizer or the data that do not exist.
 
     Only the first rank looks for the data, because others may be on machines that never read it.
 
@@ -34,7 +34,10 @@ def refuse_missing_files(args: argparse.Namespace) -> None:
 
 
 def _refuse_missing_data(flag: str, given: object) -> None:
-    """Refuse a prefix without its two files; a path that exists is another script's kind of data."""
+    """Reject a dataset prefix if its two files are missing.
+
+    An existing path may be data of another kind of script.
+    """
     for prefix in map(str, given) if isinstance(given, list | tuple) else ():
         if _is_number(prefix) or is_address(prefix) or Path(prefix).exists():
             continue
@@ -57,7 +60,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse_uneven_heads(args: argparse.Namespace) -> None:
-    """Refuse a hidden size that the heads do not divide, unless the size of a head is given.
+    """Reject a hidden size that is not divisible by the number of heads, unless the head size is given.
 
     Raises:
         UsageError: the sizes do not fit.
@@ -71,7 +74,7 @@ def refuse_uneven_heads(args: argparse.Namespace) -> None:
 
 
 def refuse_uneven_batches(args: argparse.Namespace) -> None:
-    """Refuse a global batch that does not consist of whole micro-batches on all data-parallel ranks.
+    """Reject a global batch that is not a multiple of the micro-batch on all data-parallel ranks.
 
     Raises:
         UsageError: the sizes do not fit.
@@ -101,7 +104,7 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _may_be_uneven(args: argparse.Namespace) -> bool:
-    """Return True if another feature decides the sizes of the batches, or the encoder has its own ranks."""
+    """Return True if another feature determines the batch sizes, or the encoder has its own ranks."""
     names = ("rampup_batch_size", "decrease_batch_size_if_needed", "perform_rl_step")
     encoder = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
     return any(getattr(args, name, None) for name in (*names, *encoder))

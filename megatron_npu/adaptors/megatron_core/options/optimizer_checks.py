@@ -1,4 +1,4 @@
-"""Checks of a stock script's optimizer flags, listed in ``argument_checks.CHECKS``."""
+"""Check a stock script's optimizer flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
-    """Reject offloading of fp32 parameters early, because only fp32 copies can be offloaded."""
+    """Reject offloading of fp32 parameters early.
+
+    Upstream can only offload fp32 copies.
+    """
     if args.optimizer_cpu_offload and not (args.bf16 or args.fp16):
         raise UsageError(
             "--optimizer-cpu-offload requires --bf16 or --fp16, because Megatron cannot offload fp32 "
@@ -39,7 +42,7 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
 
 
 def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
-    """Reject Lion if the scripts have its flags but cannot build it (0.17)."""
+    """Reject Lion in versions whose scripts have its flags but cannot build it (0.17)."""
     from megatron.core import package_info
 
     if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
@@ -51,7 +54,7 @@ def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
 
 
 def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Reject SOAP with distributed checkpoints, with which the first save would end the run (0.18, 0.19)."""
+    """Reject SOAP with distributed checkpoints, because the first save would fail (0.18, 0.19)."""
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
         raise UsageError(
             f"--optimizer soap cannot save with --ckpt-format {args.ckpt_format}, because in formats other "
@@ -61,7 +64,9 @@ def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
 
 
 def refuse_shares_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Reject sharded Muon and related optimizers with --ckpt-format torch, where a save fails (0.18)."""
+    """Reject sharded Muon and related optimizers with --ckpt-format torch, because a save would fail
+    (0.18).
+    """
     from megatron.core import package_info
 
     kin = args.optimizer not in ("adam", "sgd") and (package_info.MAJOR, package_info.MINOR) == (0, 18)

@@ -17,7 +17,7 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise upstream's option errors as a UsageError that also has upstream's type.
+    """Raise upstream's option errors as one-line errors that can also be caught under upstream's type.
 
     An assertion without a message is left unchanged, because only its source line explains it.
     """
@@ -32,7 +32,7 @@ def in_one_line() -> Iterator[None]:
 
 
 def _remedy(said: str) -> str:
-    """Return what to do about upstream's message; too few processes are the usual cause of one of them."""
+    """Return the remedy for an error message of upstream."""
     layout = re.match(r"world size \(\d+\) is not divisible by total_model_size \((.*)\)", said)
     if layout is None:
         return "Change the options that the message names."
@@ -55,6 +55,6 @@ def _kind(kind: type[Exception]) -> type[UsageError]:
     order=0,  # innermost of several: only what upstream itself refuses ends here
 )
 def configure(original: Callable[[Any], None], self: Any) -> None:
-    """Convert the errors of upstream's checks to one-line messages."""
+    """Convert the errors of upstream's configuration checks to one-line messages."""
     with in_one_line():
         original(self)

@@ -1,4 +1,4 @@
-"""Access to ``megatron.training.global_vars``: the arguments of the running stock script, if there is one."""
+"""Access the arguments of the running stock script, if there is one."""
 
 from __future__ import annotations
 
@@ -7,5 +7,8 @@ from argparse import Namespace
 
 
 def script_arguments() -> Namespace | None:
-    """Return the script's arguments, or None in a library or before they are parsed."""
+    """Return the script's arguments.
+
+    Return None outside of scripts and before the arguments are parsed.
+    """
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

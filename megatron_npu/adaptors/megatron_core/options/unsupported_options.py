@@ -1,4 +1,4 @@
-"""Handle options of megatron-core that require TransformerEngine or CUDA, when these are not available.
+"""Reject or disable options of megatron-core that require TransformerEngine or CUDA if these are absent.
 
 They are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts. Options
 that would change the results, or that are meant to hide communication, are rejected with a one-line error.
@@ -30,7 +30,7 @@ from megatron_npu.ops import dispatch
 
 
 class Option(NamedTuple):
-    """An option: its flag, the names of its field, and whether the field's value requests it.
+    """Option of megatron-core: its flag, the names of its field, and the values that request it.
 
     ``remedy`` is used for an option that is rejected; ``off`` is the value that disables any other option.
     """
@@ -114,7 +114,7 @@ CUDA_GRAPHS = (
 
 
 def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
-    """Check that ``options`` request nothing that requires what is ``absent``.
+    """Check that no option requests a feature of a package that is not available.
 
     Raises:
         UsageError: an option requires it.
@@ -128,7 +128,7 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Disable the ``options`` that have no effect here, and log this.
+    """Disable the options that have no effect here, and log this.
 
     Raises:
         FallbackForbiddenError: an option would be disabled in strict mode.
@@ -142,7 +142,7 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
 
 
 def do_without_transformer_engine(options: Any) -> None:
-    """Without TransformerEngine, reject options that change the results, and disable the others.
+    """Reject options that change the results without TransformerEngine, and disable all others.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
@@ -156,7 +156,7 @@ def do_without_transformer_engine(options: Any) -> None:
 
 
 def do_without_cuda_graphs(options: Any) -> None:
-    """Disable CUDA graphs, so that every kernel is launched separately.
+    """Disable CUDA graphs, so that each kernel is launched separately.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
@@ -168,7 +168,9 @@ def do_without_cuda_graphs(options: Any) -> None:
 
 
 def take_local_implementation(args: argparse.Namespace) -> None:
-    """Select the local layers, with our operations; reject or disable options that they do not support.
+    """Select the local layers with our operations.
+
+    Options that they do not support are rejected or disabled.
 
     With ``MEGATRON_NPU_TE=local`` and ``--transformer-impl transformer_engine``, the layers are ours too, but
     under TransformerEngine's names.
@@ -204,7 +206,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     order=2,
 )
 def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
-    """Check the options before upstream's own code runs."""
+    """Check the options before upstream's configuration code runs."""
     do_without_transformer_engine(self)
     original(self)
 
@@ -216,13 +218,16 @@ def configure_without_transformer_engine(original: Callable[[Any], None], self: 
     order=2,
 )
 def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) -> None:
-    """Disable CUDA graphs before upstream's own code runs."""
+    """Disable CUDA graphs before upstream's configuration code runs."""
     do_without_cuda_graphs(self)
     original(self)
 
 
 def _mamba_present() -> str | None:
-    """Return why Mamba layers are not rejected: mamba_ssm is installed, or our scan replaces it."""
+    """Return the reason why Mamba layers are supported, or None.
+
+    Either mamba_ssm is installed, or our scan replaces it.
+    """
     ours = "MEGATRON_NPU_TE=local: megatron_npu's scan under mamba_ssm's name"
     return ours if standins.mamba_kernels() else installed("mamba_ssm")
 
@@ -240,7 +245,10 @@ _without_mamba_ssm = partial(
 @_without_mamba_ssm("megatron.core.models.mamba.mamba_model:MambaModel.__init__", versions="<0.18")
 @_without_mamba_ssm("megatron.core.ssm.mamba_mixer:MambaMixer.__init__", versions=">=0.18")  # of hybrids
 def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Reject a Mamba model before it is built, or since 0.18 when its first Mamba layer is built."""
+    """Reject a Mamba model before it is built.
+
+    Since 0.18, it is rejected when its first Mamba layer is built.
+    """
     raise UsageError(
         "a Mamba model requires the packages mamba-ssm and causal-conv1d, which are not installed and "
         "require CUDA. Set MEGATRON_NPU_TE=local, which provides the layers in plain torch."
@@ -256,7 +264,10 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
     "the model raises unittest's StopIteration",
 )
 def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Reject TransformerEngine's attention classes in a hybrid; a spec of local layers is accepted."""
+    """Reject TransformerEngine's attention classes in a hybrid model.
+
+    Specs of local layers are accepted.
+    """
     submodules = kwargs.get("submodules", args[1] if len(args) > 1 else None)
     if isinstance(_query_projection(submodules), NonCallableMock):
         raise UsageError(

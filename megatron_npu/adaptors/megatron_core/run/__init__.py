@@ -1,1 +1,1 @@
-"""Patches for the run of a stock script: initialization, process groups, schedules and diagnostics."""
+"""Patch the run of a stock script: initialization, process groups, schedules and diagnostics."""

@@ -31,7 +31,9 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "streams",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options for a group; None if there are no options, or on other devices.
+    """Return torch_npu's options for a process group.
+
+    Return None without options or on other devices.
 
     Args:
         pg_name: upstream's short name for the group, such as ``tp``.
@@ -82,7 +84,7 @@ def refuse_an_unreadable_file(args: Any) -> None:
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the group's options that HCCL supports, and log those that only NCCL supports.
+    """Return the options of a group that HCCL supports, and log those that only NCCL supports.
 
     Raises:
         UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
@@ -113,7 +115,7 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     why=communicators.WHY,
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose the buffer sizes of the groups that reduce gradient buckets, unless the file specifies them."""
+    """Choose the buffer sizes of groups that reduce gradient buckets, unless the file specifies them."""
     original(self, *args, **kwargs)
     if not hccl_buffers.asked():
         return

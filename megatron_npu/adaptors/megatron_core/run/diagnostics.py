@@ -1,4 +1,4 @@
-"""Support for ``--log-straggler`` and ``--rerun-mode report_stats``.
+"""Support ``--log-straggler`` and ``--rerun-mode report_stats``.
 
 Patches ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
 """
@@ -23,7 +23,7 @@ from megatron_npu.base.errors import LoaderWorkerError
     "host tensor",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Configure the detector as on CUDA; it uses the events and clocks of this device."""
+    """Configure the straggler detector as on CUDA, with the events and clocks of this device."""
     with _claiming_cuda():
         original(self, *args, **kwargs)
     self.dev = devices.current().torch_device()
@@ -63,7 +63,10 @@ def _claiming_cuda() -> Iterator[None]:
     why=("upstream's statistics report reads the file and line that 0.14 removed from this class, and fails"),
 )
 def with_place(original: Any) -> type[tuple]:
-    """Use the message as the file name, which since 0.14 distinguishes the calls of ``validate_result``."""
+    """Use the message as the file name.
+
+    Since 0.14, the file name distinguishes the calls of ``validate_result``.
+    """
 
     class Caller(original):
         __slots__ = ()

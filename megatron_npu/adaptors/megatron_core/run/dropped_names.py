@@ -1,4 +1,4 @@
-"""Names that upstream has removed or changed but that libraries built on it still use.
+"""Provide names that upstream has removed or changed but that libraries built on it still use.
 
 Patches ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
 of ``megatron.core``.
@@ -27,7 +27,10 @@ _UNSET = {
     why="mbridge 0.15.1 compares every model's type with T5's (core/util.py:52, 83), which no longer exists",
 )
 def with_type_of_two_stacks(original: type) -> type:
-    """Add the name to upstream's enumeration, but not as a member, so that no model has that type."""
+    """Add the removed name to upstream's enumeration.
+
+    It is not a member, so that no model has this type.
+    """
     if not hasattr(original, "encoder_and_decoder"):
         original.encoder_and_decoder = "encoder_and_decoder"  # type: ignore[attr-defined]
     return original
@@ -40,7 +43,7 @@ def with_type_of_two_stacks(original: type) -> type:
     "fields set in 0.20's __init__: the first forward raises an AttributeError",
 )
 def with_fields_of_layers_that_build_themselves(original: type) -> type:
-    """Set the fields that the ``__init__`` of upstream's class sets, for layers that do not call it."""
+    """Set the fields of upstream's ``__init__`` for layers that do not call it."""
     for name, value in _UNSET.items():
         if not hasattr(original, name):
             setattr(original, name, value)
@@ -56,11 +59,11 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
     ),
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
-    """Return a type that creates what the function creates, and accepts instances of both classes."""
+    """Return a type that creates the same object as the function, and accepts instances of both classes."""
     module = sys.modules[original.__module__]
 
     class Either(type):
-        """The metaclass of ``FullyShardedDataParallel``."""
+        """Metaclass of ``FullyShardedDataParallel``."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)

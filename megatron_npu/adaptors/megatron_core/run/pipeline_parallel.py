@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.pipeline_parallel.schedules``, which every training step uses."""
+"""Patch ``megatron.core.pipeline_parallel.schedules``, which every training step uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ around(
     devices=("cpu",),
 )
 def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Reject the combination that upstream rejects only in ``megatron.training.arguments``.
+    """Reject a combination of options that upstream rejects only in ``megatron.training.arguments``.
 
     Raises:
         UsageError: two stages of several chunks each would send in batches.
@@ -54,5 +54,8 @@ def drop_model_type(
     *model_type_and_config: Any,
     **config: Any,
 ) -> Any:
-    """Remove the model's type from the arguments, which only hybrid_cp_schedule.py still passes."""
+    """Remove the model type from the arguments.
+
+    Only hybrid_cp_schedule.py still passes it.
+    """
     return original(input_tensor, output_tensor, output_tensor_grad, *model_type_and_config[-1:], **config)

@@ -1,4 +1,4 @@
-"""Patches for ``megatron.core.tensor_parallel.random``: the device's generator in Megatron's RNG tracker."""
+"""Patch ``megatron.core.tensor_parallel.random`` to use the device's generator in the RNG tracker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def false_is_no_fp8(
 def checkpoint_returns_aliases(
     original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the recomputed function return aliases of parameters."""
+    """Make the recomputed function return aliases of parameters instead of the parameters."""
 
     def returning_aliases(*inputs: Any) -> Any:
         return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))

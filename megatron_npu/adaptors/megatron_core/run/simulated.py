@@ -1,4 +1,4 @@
-"""Mark runs on simulated NPUs in their log and in TensorBoard.
+"""Mark runs on simulated NPUs in logs and in TensorBoard.
 
 Patches ``megatron.training.utils`` and ``megatron.training.global_vars``.
 """

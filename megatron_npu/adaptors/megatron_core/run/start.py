@@ -1,4 +1,4 @@
-"""Start-up of a training run: initialization, process groups, dataset helpers and signals.
+"""Patch the start of a training run: initialization, process groups, dataset helpers and signals.
 
 Patches ``megatron.training.initialize``, ``megatron.training.models.dist_utils``,
 ``megatron.training.dist_signal_handler``, ``megatron.legacy.fused_kernels``, and ``parallel_state``,
@@ -32,7 +32,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     why="init_process_group needs MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set a rendezvous address for a process that runs alone."""
+    """Set a rendezvous address for a process without a launcher."""
     rendezvous.provide_address()
     return original(*args, **kwargs)
 
@@ -42,7 +42,7 @@ around("megatron.training.initialize:initialize_megatron", why=private_files.WHY
 
 @around("megatron.training.initialize:initialize_megatron", why=start.WHY_WATCHED)
 def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Start the watchdog for the ranks."""
+    """Start the watchdog that monitors the ranks."""
     from megatron.training.global_vars import get_args
 
     return start.watch(get_args, original, *args, **kwargs)
@@ -75,7 +75,7 @@ replace(
     ),
 )
 def get_device(local_rank: int | None = None) -> torch.device:
-    """Return this process's device, on which its backend gathers tensors."""
+    """Return this process's device, with which its backend gathers tensors."""
     return devices.current().torch_device()
 
 
@@ -90,7 +90,7 @@ def get_device(local_rank: int | None = None) -> torch.device:
 def move_to_the_device(
     original: Callable[..., Any], model_list: list[Any], transformer_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Move a model built on the host to the device before it is wrapped, as the scripts of 0.17 did.
+    """Move a model that was built on the host to the device before it is wrapped, as the scripts of 0.17 did.
 
     This includes torch's FSDP2, which in 0.17 took the model from the host: for a short time, all of it is on
     the device.
@@ -111,5 +111,8 @@ def move_to_the_device(
     ),
 )
 def small_blocks(arch: str = "none") -> bool:
-    """Return False, as upstream does if its query fails; the block size matters only for CUDA kernels."""
+    """Return False, as upstream does if its query fails.
+
+    The block size matters only for CUDA kernels.
+    """
     return False

@@ -1,4 +1,4 @@
-"""Layer specs for the models with an encoder: BERT, T5 and Retro.
+"""Provide layer specs for models with an encoder: BERT, T5 and Retro.
 
 Patches ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
 ``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.
@@ -41,12 +41,15 @@ around(
     ),
 )
 def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
-    """Allow the import of the name; the script's flags decide whether it is used, and its use is logged."""
+    """Allow the import of a TransformerEngine name.
+
+    The script's flags decide whether it is used, and its use is logged.
+    """
     return _local_bert_layer() if name == "bert_layer_with_transformer_engine_spec" else original(name)
 
 
 def _block_with_local_norm(layer: str) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that builds a block whose final norm is local as well.
+    """Return a function to record with ``around`` that builds a block with a local final norm.
 
     Args:
         layer: the name of the function that builds the block's layers.

@@ -1,4 +1,4 @@
-"""Replacements for uses of TransformerEngine outside the layer specs.
+"""Replace uses of TransformerEngine outside the layer specs.
 
 Patches ``extensions.transformer_engine``, ``fp8_utils``, ``tensor_parallel.inference_layers``,
 ``transformer.multi_latent_attention`` and ``utils:get_te_version`` of ``megatron.core``.
@@ -32,7 +32,9 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     ),
 )
 class TENorm:
-    """Create the norm of the local layers, and log this; like upstream's class, it has no instances.
+    """Creates the norm of the local layers and logs this.
+
+    Like upstream's class, it has no instances.
 
     Whether a residual follows (since 0.17) does not matter, because the local norm does not add it.
     """
@@ -68,7 +70,7 @@ constant(
     ),
 )
 def get_te_version() -> Version:
-    """Return version 0, which is older than any required version."""
+    """Return version 0, which is older than any version that upstream requires."""
     return Version("0")
 
 

@@ -59,7 +59,7 @@ def spec_provider() -> type:
     why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 def provide_local_layers(original: type | None) -> type:
-    """Return our provider, and log this."""
+    """Return our spec provider, and log this."""
     return spec_provider()
 
 
@@ -70,5 +70,5 @@ def provide_local_layers(original: type | None) -> type:
     why="without TransformerEngine there is no such norm, and a block of its layers has no final norm",
 )
 def provide_norm(original: type | None) -> type:
-    """Return the norm that the config selects."""
+    """Return the norm class that the config selects."""
     return Norm

@@ -1,4 +1,4 @@
-"""Layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba's layers.
+"""Implement layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba layers.
 
 Patches ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
 upstream's own, which are built on the modules of ``standins.transformer_engine``.
@@ -26,7 +26,7 @@ from megatron_npu.patching.patch import NotAsked
     ),
 )
 def attention_of_megatron_core(original: type) -> type:
-    """Return megatron-core's attention with the arguments of upstream's ``TEDotProductAttention``.
+    """Return megatron-core's attention class with the arguments of ``TEDotProductAttention``.
 
     It has no extra state; that of TransformerEngine in a checkpoint (fp8 scales) is not used.
     """
@@ -70,7 +70,7 @@ def attention_of_megatron_core(original: type) -> type:
     ),
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``[s, b, h]``, and the input itself (--fused-residual-rmsnorm)."""
+    """Return the norm of ``[s, b, h]``, and the input itself for --fused-residual-rmsnorm."""
     from megatron_npu.standins.transformer_engine.norms import RMSNorm
 
     return RMSNorm.forward(self, hidden_states), hidden_states
@@ -95,7 +95,7 @@ def scan_not_ours() -> str | None:
     ),
 )
 def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
-    """Return whether a Mamba layer accepts packed sequences, and the reason if it does not.
+    """Return whether a Mamba layer supports packed sequences, and the reason if it does not.
 
     It does not accept them in generation, which uses caches.
     """
@@ -103,14 +103,18 @@ def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str 
 
 
 def _window(attention: Any) -> tuple[int, int]:
-    """Return the window in TransformerEngine's form: -1 means no limit, and a causal window ends with 0."""
+    """Return the window as TransformerEngine represents it.
+
+    -1 means no limit, and a causal window ends with 0.
+    """
     before, after = attention.layer_options.window
     open_end = 0 if "causal" in attention.attn_mask_type.name else -1
     return -1 if before is None else before, open_end if after is None else after
 
 
 def _of_pairs(masks: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the padding mask ``[b, 1, q, s]`` for queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]``.
+    """Combine masks for queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]`` into a padding mask ``[b, 1, q,
+    s]``.
 
     T5's cross-attention receives both masks separately; True means masked.
     """

@@ -1,4 +1,4 @@
-"""Layer specs and norms for the vision models CLIP, ViT and LLaVA.
+"""Provide layer specs and norms for the vision models CLIP, ViT and LLaVA.
 
 Patches ``models.vision.clip_vit_model``, ``models.vision.vit_layer_specs`` and
 ``models.multimodal.llava_spec`` in ``megatron.core``.
@@ -28,7 +28,7 @@ from megatron_npu.adaptors.megatron_core.te.redirect import redirect_to_local
     ),
 )
 def with_local_norm(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Use the norm of the local layers in place of TransformerEngine's."""
+    """Use the norm of the local layers instead of TransformerEngine's norm."""
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     for name in ("ln_pre_impl", "ln_post_impl"):

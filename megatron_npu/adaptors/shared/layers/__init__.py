@@ -1,1 +1,1 @@
-"""Layer code that is shared by several upstreams: matmuls, norms, fusions and the output layer."""
+"""Contain layer code that several upstreams share: matmuls, norms, fusions and the output layer."""

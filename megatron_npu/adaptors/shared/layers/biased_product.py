@@ -1,4 +1,4 @@
-"""Fuse a parallel linear layer's bias into its matmul on an NPU, which takes one launch instead of two.
+"""Fuse the bias of a parallel linear layer into its matmul on an NPU, which saves a kernel launch.
 
 Upstream adds the bias of ``linear_qkv`` after the matmul, and passes the biases of the other layers to the
 next fused function, which cannot fuse them with anything on an NPU. Row-parallel layers whose weight is split
@@ -36,18 +36,18 @@ _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sum
 
 
 class _Offer:
-    """The bias of the running layer, which is offered to the matmul inside the layer."""
+    """Bias of the running layer that is offered to the layer's matmul."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias: Tensor | None = bias
 
     @property
     def taken(self) -> bool:
-        """True if the matmul has taken the bias."""
+        """True if the matmul has added the bias."""
         return self._bias is None
 
     def take(self) -> Tensor | None:
-        """Return the bias in the first call, and None in all later calls."""
+        """Return the bias on the first call, and None on all later calls."""
         bias, self._bias = self._bias, None
         return bias
 
@@ -56,7 +56,7 @@ _OFFER: ContextVar[_Offer | None] = ContextVar("tracks the bias of the layer tha
 
 
 def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> None:
-    """Record the patches for this fusion in an upstream.
+    """Record the patches that fuse biases into matmuls in an upstream.
 
     Args:
         recorder: the upstream's recorder.
@@ -94,7 +94,7 @@ def let_layers_add(layer: Module) -> None:
 
 
 def _may_add(layer: Any) -> bool:
-    """Return True if the layer's matmul computes its whole result and its bias is left to the caller."""
+    """Return True if the layer's matmul computes the whole result and the caller would add the bias."""
     if not getattr(layer, _IN_BLOCK, False):
         return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
@@ -114,7 +114,7 @@ def with_waiting_bias(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Pass the bias that the layer offers to the matmul."""
+    """Pass the bias that the layer offers to the matmul function."""
     offer = _OFFER.get()
     if bias is None and offer is not None:
         bias = offer.take()
@@ -124,7 +124,9 @@ def with_waiting_bias(
 def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
-    """Run upstream's forward function without the bias, which the matmul adds; record the bias for backward.
+    """Run upstream's forward function without the bias, which the matmul adds.
+
+    The bias is recorded for the backward pass.
 
     If another dtype is requested (the last argument since 0.20), upstream does not call torch's matmul, and
     nothing changes.
@@ -140,7 +142,9 @@ def add_in_product(
 
 
 class _AddingBias(TorchFunctionMode):
-    """A mode in which ``torch.matmul`` of ``[..., i]`` and ``[i, o]`` also adds a bias ``[o]``."""
+    """Torch function mode in which ``torch.matmul`` of ``[..., i]`` and ``[i, o]`` also adds a bias
+    ``[o]``.
+    """
 
     def __init__(self, bias: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Support for modules of Megatron that import CUDA extensions when created but do not use them here."""
+"""Support modules that import CUDA extensions in their constructors but do not use them here."""
 
 from __future__ import annotations
 

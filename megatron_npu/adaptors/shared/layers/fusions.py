@@ -1,4 +1,4 @@
-"""Element-wise layer functions that the older checkouts compile with TorchScript's fusers."""
+"""Replace element-wise layer functions that the older checkouts compile with TorchScript's fusers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def connect_gelu(recorder: Recorder) -> None:
 
 
 def no_bias(bias: Tensor) -> Tensor:
-    """Return zero in place of a bias that was already added; the functions of this module skip it."""
+    """Return zero in place of a bias that was already added.
+
+    The functions of this module skip this value.
+    """
     return _nothing(bias.dtype, bias.device)
 
 
@@ -62,7 +65,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``gelu(input + bias)`` in the tanh form; maps ``[s, b, h]`` and ``[h]`` to ``[s, b, h]``."""
+    """Return ``gelu(input + bias)`` in tanh form, for ``[s, b, h]`` and a bias ``[h]``."""
     return activation.bias_gelu(input, None if getattr(bias, _NO_BIAS, False) else bias)
 
 
@@ -72,7 +75,10 @@ def gelu_impl(x: Tensor) -> Tensor:
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """Return ``gelu(x)`` in the exact form; upstream rounds the square root of 2 to five decimals."""
+    """Return ``gelu(x)`` in exact form.
+
+    Upstream rounds the square root of 2 to five decimals.
+    """
     return activation.gelu(x)
 
 
@@ -102,7 +108,10 @@ def _bias_dropout_add(
 
 
 def _with_vector(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return ``x`` and the bias as ``[h]`` or None; upstream passes a bias expanded to ``[s, b, h]``."""
+    """Return ``x``, and the bias as ``[h]`` or None.
+
+    Upstream passes a bias expanded to ``[s, b, h]``.
+    """
     if bias is None:  # without biases, in deepspeedai's tree
         return x, None
     base = bias._base

@@ -1,4 +1,4 @@
-"""The three matmuls of a parallel linear layer, computed with a faster CPU library where available.
+"""Compute the three matmuls of parallel linear layers with a faster CPU library if available.
 
 Upstream's autograd function calls ``torch.matmul``, in the forward and the backward pass, between collectives
 that are not changed.
@@ -22,13 +22,16 @@ _MATMUL = (torch.matmul, Tensor.matmul)
 
 
 def connect(recorder: Recorder) -> None:
-    """Record patches for an upstream that make its linear layers use the faster matmuls."""
+    """Record the patches that make an upstream's linear layers use the faster matmuls."""
     for half in ("forward", "backward"):
         recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY, order=2)(multiplying)
 
 
 def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:
-    """Run forward or backward; ``input`` is the input of the function or the gradient of its output."""
+    """Run the forward or backward function.
+
+    ``input`` is the input or the gradient of the output.
+    """
     # what is faster is called by a name of its own, for which autocast chooses no dtype
     if torch.is_autocast_enabled("cpu") or not linear.faster_than_torch(input.dtype):
         return original(ctx, input, *args)
@@ -37,7 +40,7 @@ def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: An
 
 
 class _FasterProducts(TorchFunctionMode):
-    """A mode in which ``torch.matmul`` calls ``ops.linear.matmul``."""
+    """Torch function mode in which ``torch.matmul`` calls ``ops.linear.matmul``."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Compute the loss of either Megatron from the two factors whose product is the logits."""
+"""Compute the loss of the older Megatrons from the factors of the logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss_of_factors(
     into_main_grad: bool,
     recompute: bool,
 ) -> Tensor:
-    """Return the fp32 loss ``[b, s]``.
+    """Return the fp32 loss ``[b, s]`` for hidden states, the output weight and labels.
 
     Args:
         hidden: ``[s, b, h]``, gathered from all ranks.
@@ -48,7 +48,7 @@ def loss_of_factors(
 
 
 class _GradientElsewhere(torch.autograd.Function):
-    """The weight, for an operation that adds the weight's gradient to ``main_grad``.
+    """Autograd function that returns the weight, whose gradient another operation adds to ``main_grad``.
 
     Upstream's linear layers add their gradients in the same way. megatron-core's data-parallel wrapper still
     waits for a gradient of every parameter, and ignores this gradient if ``grad_added_to_main_grad`` is set.

@@ -1,4 +1,4 @@
-"""Fuse a residual addition and the following norm, on an NPU and, with a Triton kernel, on a GPU.
+"""Fuse residual additions with the following norm, on an NPU and with a Triton kernel on a GPU.
 
 Upstream adds in one function and normalizes in the next function, or in the next layer. Here, each place that
 adds a residual is told which norm will read the sum. That norm finds its result attached to the sum. If the
@@ -29,14 +29,14 @@ WHY = (
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:
-    """Return the weight and bias of a norm, or of the norm in a layer under TransformerEngine's name."""
+    """Return the weight and bias of a norm, or of the norm inside a layer with TransformerEngine's name."""
     if hasattr(norm, "layer_norm_weight"):
         return norm.layer_norm_weight, norm.layer_norm_bias
     return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def reads_sums(norm: Any) -> bool:
-    """Return True if a norm's result can be computed together with the sum that the norm reads."""
+    """Return True if a norm can be computed together with the residual sum that is its input."""
     weight, bias = vectors_of(norm)
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
@@ -87,7 +87,10 @@ def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -
 
 
 def without_recomputation(granularity: str | None, modules: Any = ()) -> bool:
-    """Return True if a norm reads the sum itself. A layer that is recomputed as a whole reads a copy."""
+    """Return True if norms read residual sums directly.
+
+    A layer that is recomputed as a whole reads a copy.
+    """
     return granularity != "full" and "layernorm" not in (modules or ())
 
 
@@ -97,7 +100,7 @@ _READERS: ContextVar[Iterator[Any]] = ContextVar("tracks the norms that read the
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, tell residual additions which norms follow, because they do not know their layer."""
+    """Register the norms that follow the residual additions in the block."""
     token = _READERS.set(iter(norms))
     try:
         yield
@@ -106,5 +109,5 @@ def read_by(norms: Sequence[Any]) -> Iterator[None]:
 
 
 def next_reader() -> Any:
-    """Return the norm that reads the running layer's next sum, or None."""
+    """Return the norm that reads the next residual sum of the running layer, or None."""
     return next(_READERS.get(iter(())), None)

@@ -1,4 +1,4 @@
-"""A block of attention on the CPU: uses torch's flash kernel without dropout, and tiles with dropout."""
+"""Compute a block of attention on the CPU, with torch's flash kernel or, with dropout, in tiles."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Dra
 
 
 def _calls(spec: AttentionSpec) -> list[Segment]:
-    """Return the kernel's calls: one per segment, or one per run of queries if there is a window."""
+    """Return the arguments of the kernel calls.
+
+    There is one call per segment, or with a window one per run of queries.
+    """
     calls: list[Segment] = []
     for segment in spec.segments:
         calls += [segment] if segment.is_plain else row_tiles(segment)
@@ -73,7 +76,7 @@ def _calls(spec: AttentionSpec) -> list[Segment]:
 
 
 def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """Return whether the call is causal, and the tensor to add to the scores."""
+    """Return whether a kernel call is causal, and the tensor to add to its scores."""
     if call.is_plain:
         return call.window_right == 0, None
     return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)

@@ -1,4 +1,4 @@
-"""A block of attention on CUDA, computed by torch's flash kernel. This has not been run on a GPU yet."""
+"""Compute a block of attention on CUDA with torch's flash kernel. This has not been run on a GPU yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions between ``[s, b, n, d]`` with grouped key heads and ``[b, n, s, d]`` with repeated ones."""
+"""Convert between ``[s, b, n, d]`` with grouped key heads and ``[b, n, s, d]`` with repeated key heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def heads_third(tensor: Tensor) -> Tensor:
 
 
 def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three as ``[b, n, s, d]``, with keys and values repeated for each query head of their group.
+    """Return query, key and value as ``[b, n, s, d]``.
+
+    Keys and values are repeated for each query head of their group.
 
     Args:
         query: ``[sq, b, n, d]``.
@@ -38,7 +40,9 @@ def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 def regroup(
     grads: tuple[Tensor, Tensor, Tensor], key_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments of ``ungroup``; those of a group's heads are summed in fp32.
+    """Return the gradients of the arguments of ``ungroup``.
+
+    The gradients of a group's heads are summed in fp32.
 
     Args:
         grads: gradients of query, key and value, ``[b, n, s, d]``.

@@ -1,4 +1,5 @@
-"""A block of attention on the NPU: ``npu_fusion_attention`` and its gradient in layout SBH or TND.
+"""Compute a block of attention on the NPU with ``npu_fusion_attention`` and its gradient, in layout SBH or
+TND.
 
 Packed sequences use TND. The operation returns the maximum and the sum of each softmax row, eight copies of
 each, instead of lse. With dropout it also returns the seed, the offset and the number of weights, from which
@@ -36,7 +37,9 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """Return the call as ``plan`` does, but determine it from the residuals."""
+    """Return the arguments of ``npu_fusion_attention`` for the backward pass, determined from the
+    residuals.
+    """
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
 
@@ -91,7 +94,7 @@ def _joined(tensor: Tensor, plan: NpuCall) -> Tensor:
 
 
 def _options(plan: NpuCall, query: Tensor) -> dict[str, Any]:
-    """Return the arguments that the forward and backward calls have in common."""
+    """Return the kernel arguments that the forward and backward passes have in common."""
     options: dict[str, Any] = {
         "atten_mask": shared_mask(plan.sparse_mode, query.device),
         "keep_prob": plan.keep_prob,

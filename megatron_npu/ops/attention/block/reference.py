@@ -1,4 +1,4 @@
-"""Reference implementation of attention over a block of the keys, and of its gradients, in plain torch.
+"""Compute attention over a block of the keys, and its gradients, in plain torch as the reference.
 
 A block is an ``AttentionSpec`` in layout SBND without a mask. Its segments are contiguous and cover all
 queries and keys, and every query in them sees at least one key. If there are several segments, they are
@@ -41,7 +41,7 @@ class Residuals(NamedTuple):
 
 
 def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Return the attention over only these keys, and the log-sum-exp (lse) of their scores.
+    """Return the attention over the keys of one block, and the log-sum-exp (lse) of the scores.
 
     Args:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
@@ -68,7 +68,7 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return this block's contribution to the gradient of the queries, and those of its keys and values.
+    """Return a block's contribution to the gradient of the queries, and the gradients of its keys and values.
 
     Source: Dao et al. 2022, FlashAttention, appendix B.
 
@@ -100,12 +100,15 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
 
 
 def _draw(device: torch.device) -> Drawn:
-    """Draw a seed from the device's generator, so that a recomputation draws the same seed."""
+    """Draw a dropout seed from the device's generator.
+
+    A recomputation draws the same seed.
+    """
     return (int(torch.randint(2**62, (), device=device)),)
 
 
 def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
-    """Yield the tiles of a block, each with its dropout factors ``[b, n, sq, sk]``: 0 or 1 / keep."""
+    """Yield the tiles of a block with their dropout factors ``[b, n, sq, sk]``, which are 0 or 1 / keep."""
     generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None
     keep = 1.0 - spec.dropout_p
     for tile in (tile for segment in spec.segments for tile in row_tiles(segment)):

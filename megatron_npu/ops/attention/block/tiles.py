@@ -1,4 +1,4 @@
-"""Process runs of queries against the keys that they see, which keeps scratch memory constant."""
+"""Process the queries in runs with the keys that they attend to, so that scratch memory stays constant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ ROWS = 128  # queries of a tile
 
 
 def row_tiles(segment: Segment, rows: int = ROWS) -> Iterator[Segment]:
-    """Yield ``segment`` in runs of up to ``rows`` queries, each with the keys that any query of the run sees.
+    """Yield runs of up to ``rows`` queries of ``segment``.
+
+    Each run includes all keys that any of its queries attends to.
 
     Runs that see no key are skipped. A window limit that hides nothing within a tile becomes None.
     """

@@ -1,4 +1,6 @@
-"""Exact tiled attention on the CPU: windows, packed sequences, masks and dropout without ``[sq, sk]``.
+"""Compute exact attention in tiles on the CPU.
+
+Windows, packed sequences, masks and dropout do not require a ``[sq, sk]`` tensor.
 
 ``function`` contains the differentiable function. A call is computed either by ``fused``, a single compiled
 kernel that splits the call into tiles itself, or by ``composed``: ``tiles`` splits the call, ``softmax``

@@ -1,4 +1,4 @@
-"""Scratch memory that all tiles of a call reuse."""
+"""Provide scratch memory that all tiles of an attention call share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from torch import Tensor
 
 
 class Buffers:
-    """Named, uninitialized CPU buffers, each as large as the largest tile has needed."""
+    """Named, uninitialized CPU buffers, each as large as its largest request so far."""
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor in the buffer ``name``, which always holds the same dtype."""
+        """Return a contiguous tensor in the buffer ``name``.
+
+        Each buffer always has the same dtype.
+        """
         count = torch.Size(shape).numel()
         if name not in self._flat or self._flat[name].numel() < count:
             self._flat[name] = torch.empty(count, dtype=dtype, device="cpu")

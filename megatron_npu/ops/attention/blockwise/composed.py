@@ -1,4 +1,4 @@
-"""Attention over tiles, with separate calls for matmuls, softmax and dropout."""
+"""Compute attention in tiles, with separate calls for matmuls, softmax and dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_npu.ops.attention.spec import AttentionSpec
 
 
 class Composed:
-    """All tiles of a call, in any dtype, with or without a mask.
+    """Tiled attention for any dtype, with or without a mask.
 
     Args:
         spec: the call.
@@ -27,7 +27,7 @@ class Composed:
         self._buffers = Buffers()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> None:
-        """Write the attention to ``result``.
+        """Write the attention output to ``result``.
 
         Args:
             q: ``[b · g, sq, r, d]``.
@@ -43,7 +43,9 @@ class Composed:
                 factors.write(tile.rows(result), dropped, tile.columns(v), self._dropout.gain)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of ``q``, ``k`` and ``v``; those of ``k`` and ``v`` are in fp32 (or fp64).
+        """Return the gradients of ``q``, ``k`` and ``v``.
+
+        Those of ``k`` and ``v`` are in fp32 (or fp64).
 
         Args:
             q, k, v: see ``forward``.
@@ -77,14 +79,14 @@ class Composed:
         return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
-        """Return the softmax and the matmuls that the forward and backward passes use for each tile."""
+        """Return the softmax and the matmuls of each tile, used in the forward and backward passes."""
         factors = TileProducts(q.dtype, self._buffers)
         return TileSoftmax(self._spec, self._mask, factors, self._buffers), factors
 
     def _weights(
         self, tile: Tile, softmax: TileSoftmax, factors: TileProducts, wide_q: Tensor, wide_k: Tensor
     ) -> Tensor:
-        """Return the kept weights of a tile, in the dtype of the operands."""
+        """Return a tile's attention weights after dropout, in the dtype of the operands."""
         rows, columns = tile.rows(wide_q), tile.columns(wide_k)
         if softmax.rounds(factors.dtype):
             return softmax.rounded_weights(tile, rows, columns, None, self._dropout.draw(tile.weights))

@@ -1,4 +1,4 @@
-"""Dropout of a tile's attention weights, which can be reproduced in the backward pass."""
+"""Apply dropout to a tile's attention weights, with masks that the backward pass can reproduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return how many out of ``KEEP_LEVELS`` weights are kept at drop probability ``p``.
+    """Return how many out of ``KEEP_LEVELS`` weights are kept for drop probability ``p``.
 
     At least one weight is dropped if ``p`` is not 0, and at least one is kept.
     """
@@ -20,7 +20,9 @@ def keep_of(p: float) -> int:
 
 
 class TileDropout:
-    """Drops weights tile by tile; the seed and the order of the tiles determine which weights are dropped.
+    """Dropout of attention weights, tile by tile.
+
+    The seed and the order of the tiles determine which weights are dropped.
 
     Attributes:
         gain: the factor for the kept weights, which also corrects for rounding ``p`` to 2^-16.
@@ -39,12 +41,14 @@ class TileDropout:
         self._kept: Tensor | None = None
 
     def draw(self, count: int) -> Kept | None:
-        """Return the mask of kept weights, for kernels that apply it themselves, or None to keep all."""
+        """Return the mask of kept weights for kernels that apply dropout themselves, or None to keep all
+        weights.
+        """
         bits = self._bits(count)
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
 
     def drop(self, weights: Tensor, out: Tensor) -> Tensor:
-        """Write ``weights`` with some of them set to zero to ``out`` and return it.
+        """Write ``weights`` to ``out`` with dropout applied, and return ``out``.
 
         Without dropout, return the input.
         """
@@ -61,6 +65,6 @@ class TileDropout:
         return torch.from_numpy(self._generator.random_raw(-(-count // 4)).view(np.int64))
 
     def drop_again(self, tensor: Tensor) -> None:
-        """Set to zero, in place, the elements that the last call of ``drop`` set to zero."""
+        """Set the elements of ``tensor`` to zero that the last call of ``drop`` set to zero, in place."""
         if self._kept is not None:
             tensor.mul_(self._kept)

@@ -1,4 +1,4 @@
-"""The differentiable attention function, its memory layout and its precision.
+"""Define the differentiable tiled attention function, its memory layout and its precision.
 
 The backward pass recomputes the softmax instead of saving it (Chen et al. 2016; its gradient as in Dao et al.
 2022, FlashAttention, appendix B).
@@ -91,7 +91,10 @@ def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
-    """Return ``[b · g, s, r, d]`` in the operands' dtype; contiguous unless matmuls are strided."""
+    """Reshape a tensor to ``[b · g, s, r, d]`` in the operands' dtype.
+
+    The result is contiguous unless the matmuls support strides.
+    """
     bnsd = to_bnsd(tensor.resolve_neg(), spec.layout, heads)
     grouped = bnsd.unflatten(1, (spec.key_heads, -1)).transpose(2, 3)
     dtype = factor_dtype(tensor.dtype)
@@ -101,6 +104,6 @@ def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: boo
 
 
 def _ungrouped(grouped: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """Undo ``_grouped``; the result is contiguous in the layout of the call."""
+    """Undo ``_grouped``, and return a contiguous tensor in the layout of the attention call."""
     bnsd = grouped.unflatten(0, (-1, spec.key_heads)).transpose(2, 3).flatten(1, 2)
     return from_bnsd(bnsd, spec.layout).to(dtype, memory_format=torch.contiguous_format).contiguous()

@@ -1,4 +1,4 @@
-"""Attention with one compiled kernel, used where the kernel's matmuls are as fast as the alternatives."""
+"""Compute attention with one compiled kernel, where its matmuls are as fast as separate ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the kernel supports these queries. The kernel does not support masks."""
+    """Return True if the compiled kernel supports these queries. The kernel does not support masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
 
 class Fused:
-    """A whole call in fp32 or bf16, without a mask.
+    """Attention in fp32 or bf16 without a mask, computed by one compiled kernel.
 
     Args:
         spec: the call.
@@ -34,7 +34,9 @@ class Fused:
         self._spec, self._seed = spec, seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
-        """Write the output to ``result``; return the normalizer ``[b · g, sq, r, 1]`` (base 2, fp32).
+        """Write the output to ``result``.
+
+        Return the normalizer ``[b · g, sq, r, 1]`` (base 2, fp32).
 
         Args:
             q: ``[b · g, sq, r, d]``.
@@ -66,7 +68,9 @@ class Fused:
         return grads
 
     def _segments(self, q: Tensor) -> Iterator[tuple[Tile, attention.Weighting]]:
-        """Yield the visible part of each segment, and a description of how its weights are computed."""
+        """Yield the visible part of each segment, and a description of how its attention weights are
+        computed.
+        """
         spec, keep = self._spec, keep_of(self._spec.dropout_p)
         repeats = spec.heads // spec.key_heads
         for number, segment in enumerate(spec.segments):

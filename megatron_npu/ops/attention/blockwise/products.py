@@ -1,4 +1,4 @@
-"""Matmuls of a tile, and the dtypes of their operands and sums."""
+"""Compute the matmuls of an attention tile, and choose the dtypes of operands and sums."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a call's operands, which is bf16 where the processor has fast bf16 matmuls."""
+    """Return the dtype of matmul operands: bf16 for bf16 tensors on processors with fast bf16 matmuls."""
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Return True if oneDNN has fast bf16 matmuls on this processor, which requires AVX512 or AMX."""
+    """Return True if oneDNN has fast bf16 matmuls on this processor, for which AVX512 or AMX is required."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
-    """Return True if our kernels multiply heads of ``[b, g, s, r, d]`` in place, without a copy.
+    """Return True if our kernels can multiply heads of ``[b, g, s, r, d]`` without copying them.
 
     For longer sequences, which have more tiles, multiplying tile by tile from a copy is faster (Xeon without
     AMX: without the copy 512 tokens take 8 % less time, 2,048 tokens 12 % more).
@@ -48,7 +48,9 @@ def is_ours(dtype: torch.dtype) -> bool:
 
 
 class TileProducts:
-    """The batched matmuls of a call, whose operands all have the same dtype.
+    """The batched matmuls of an attention call.
+
+    All operands have the same dtype.
 
     Args:
         dtype: the dtype of the operands, which ``factor_dtype`` returns.
@@ -67,7 +69,10 @@ class TileProducts:
         self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in the dtype of the operands: either itself or a copy in the buffer ``name``."""
+        """Return ``tensor`` in the operands' dtype.
+
+        A conversion uses the buffer ``name``.
+        """
         if tensor.dtype is self.dtype:
             return tensor
         return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
@@ -88,14 +93,14 @@ class TileProducts:
             torch.baddbmm(out, left, right.mT, beta=0, alpha=factor, out=out)
 
     def write(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · right`` to ``out``. All tensors are in the dtype of the operands."""
+        """Write ``factor · left · right`` to ``out``. All tensors have the operands' dtype."""
         if products.takes(left, right) and products.takes_result(out):
             products.multiply(left, right, out, factor=factor)
             return
         torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
     def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Add ``factor · left · right`` to ``total``, which is in dtype ``sums``."""
+        """Add ``factor · left · right`` to ``total``, whose dtype is ``sums``."""
         if products.takes(left, right) and products.takes_result(total):
             products.multiply(left, right, total, factor=factor, add=True)
             return
@@ -108,7 +113,7 @@ class TileProducts:
 
 @contextlib.contextmanager
 def bf16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Allow oneDNN to round the operands of fp32 matmuls to bf16 if ``dtype``, the call's dtype, is bf16.
+    """Allow oneDNN to round fp32 matmul operands to bf16 inside the block if ``dtype`` is bf16.
 
     Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
     fp32. On processors with AMX, the matmuls take half the time; on other processors, nothing changes. The

@@ -1,4 +1,4 @@
-"""Attention weights of a tile, for which the scores, the mask and the softmax are computed."""
+"""Compute the scores, the mask and the softmax of an attention tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 
 class TileSoftmax:
-    """Softmax of the scores, for every tile of a call.
+    """Softmax of the attention scores of every tile.
 
     Args:
         spec: the call.
@@ -32,7 +32,10 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return memory for scores, ``[heads, queries · r, keys]``, reusable once weights are computed."""
+        """Return memory for scores, ``[heads, queries · r, keys]``.
+
+        It can be reused once the weights are computed.
+        """
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
@@ -52,13 +55,16 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return True if one pass can convert scores without a mask to weights in ``dtype``."""
+        """Return True if one pass can convert unmasked scores to weights in ``dtype``."""
         return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the kept weights in bf16 if ``rounds`` allows it; ``weights`` receives all, unrounded."""
+        """Return the weights after dropout in bf16, if ``rounds`` allows it.
+
+        All unrounded weights are written to ``weights``.
+        """
         scores = self._scores(tile, rows, columns)
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax(scores, weights, rounded, kept)
@@ -71,7 +77,9 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the scores' gradient in bf16, given that of the kept weights, if ``rounds`` allows it."""
+        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows
+        it.
+        """
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
         return rounded
@@ -112,12 +120,14 @@ def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:
 
 @lru_cache_tensors(maxsize=8)
 def _corner(rows: int, dtype: torch.dtype) -> Tensor:
-    """Return a ``[rows, rows]`` tensor that is -inf on and to the right of the diagonal and 0 elsewhere."""
+    """Return a ``[rows, rows]`` tensor with -inf on and above the diagonal, and 0 below the diagonal."""
     return torch.full((rows, rows), float("-inf"), dtype=dtype, device="cpu").triu_()
 
 
 def _forbid_masked(scores: Tensor, tile: Tile, mask: Tensor, key_heads: int) -> Tensor:
-    """Apply the mask to one tile; return ``[heads, queries · r, 1]``, which is 0 where a query sees no key.
+    """Apply the mask to a tile's scores.
+
+    Return ``[heads, queries · r, 1]``, which is 0 for fully masked queries.
 
     Masked scores are set to the smallest finite number, because the softmax of a row of -inf is nan.
     """

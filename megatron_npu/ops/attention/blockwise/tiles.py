@@ -1,4 +1,4 @@
-"""Split the visible pairs of a call into tiles: runs of queries with all keys that any query of the run sees.
+"""Split the visible query-key pairs into tiles: runs of queries with all keys that they attend to.
 
 A tile contains whole rows of scores, so the softmax needs no running maximum. Work and memory grow with
 queries × visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
@@ -24,7 +24,8 @@ TILE_AREA = 1 << 20
 
 
 class Tile(NamedTuple):
-    """A tile: heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one segment.
+    """A tile of attention: heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one
+    segment.
 
     The heads are the b · g key heads of all batches; each of them has ``repeats`` query heads.
     """
@@ -45,7 +46,7 @@ class Tile(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """The number of weights, which equals the number of scores."""
+        """The number of attention weights in the tile."""
         heads, rows, keys = self.shape
         return heads * rows * keys
 
@@ -66,7 +67,7 @@ def most_rows(segment: Segment) -> int:
 
 
 def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
-    """Split the visible part of every segment into tiles, always in the same order.
+    """Yield tiles that cover the visible part of every segment, always in the same order.
 
     Args:
         heads: number of key heads of all batches.
@@ -90,6 +91,6 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
 
 
 def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
-    """Return ``end``, or a smaller value if queries ``[begin, end)`` see too many keys for one tile."""
+    """Return ``end``, or a smaller value if queries ``[begin, end)`` attend to too many keys for one tile."""
     k0, k1 = segment.visible_keys(begin, end)
     return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))

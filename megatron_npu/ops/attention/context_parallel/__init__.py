@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded over a context-parallel group.
+"""Compute attention over sequences that are sharded over a context-parallel group.
 
 ``ring`` implements ``--cp-comm-type p2p``: keys and values are passed from rank to rank; ``visible``
 determines the computation of each step. ``sequence`` contains the helpers for ``all_gather`` and ``a2a``:

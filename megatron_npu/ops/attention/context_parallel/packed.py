@@ -1,4 +1,4 @@
-"""Packed sequences that are partitioned over ranks: which tokens a rank holds, and which keys they see."""
+"""Partition packed sequences over context-parallel ranks: each rank's tokens, and the visible keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.attention.spec import PackedSequences
 
 
 class PackedSharding(NamedTuple):
-    """How packed sequences are distributed over the ranks, and which keys this rank's queries see.
+    """The distribution of packed sequences over ranks, and the keys visible to this rank's queries.
 
     Attributes:
         sequence_order: ``[t]`` int64; indices that reorder the ranks' concatenated tokens into the order of
@@ -41,7 +41,7 @@ def packed_sharding(
     cp_rank: int,
     device: torch.device,
 ) -> PackedSharding:
-    """Return how packed sequences are sharded, as tensors on ``device``.
+    """Return the distribution of packed sequences over the ranks, as tensors on ``device``.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.
@@ -77,7 +77,7 @@ def packed_sharding(
 def ring_documents(
     cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
 ) -> tuple[Document, ...]:
-    """Return packed sequences in the form that a ring of ``size`` ranks requires.
+    """Return packed sequences in the form that ring attention over ``size`` ranks requires.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.
@@ -120,7 +120,7 @@ def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> N
 
 
 def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Return the indices of the packed tokens that a rank holds, ``[t / cp]`` int64, on the host.
+    """Return the indices of the packed tokens on a rank, ``[t / cp]`` int64, in host memory.
 
     Args:
         cu_seqlens: start of each sequence and end of the last, with padding.

@@ -1,4 +1,4 @@
-"""Ring attention (p2p): each rank keeps its queries and receives keys and values from the other ranks.
+"""Compute ring attention (p2p): each rank keeps its queries and receives the other ranks' keys and values.
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", with
 megatron-core's load-balanced order (``visible``). Without a window, keys are passed from rank to rank. With a
@@ -45,7 +45,7 @@ def ring_attention(
     sink: Tensor | None = None,
     flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
-    """Return the attention of this rank's queries over all ranks' keys, ``[s, b, n, d]``, contiguous.
+    """Return the attention of this rank's queries over the keys of all ranks, ``[s, b, n, d]``, contiguous.
 
     Args:
         query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
@@ -86,7 +86,10 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """The keys that each rank sees, described identically on all ranks except for ``rank``."""
+    """The keys that each rank's queries attend to.
+
+    The description is identical on all ranks except for ``rank``.
+    """
 
     group: dist.ProcessGroup
     documents: tuple[Document, ...]
@@ -95,20 +98,23 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """True if keys are passed from rank to rank rather than sent directly to the ranks that see them."""
+        """True if keys are passed from rank to rank.
+
+        Otherwise they are sent directly to the ranks that need them.
+        """
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """Return the work of this rank at ``step``, which uses the keys of rank ``rank - step``."""
+        """Return this rank's attention blocks at ``step``, which use the keys of rank ``rank - step``."""
         rank, size = self.group.rank(), self.group.size()
         return self._visible(rank, (rank - step) % size)
 
     def fetched(self, step: int) -> Spans:
-        """Return the keys of rank ``rank - step`` that this rank sees."""
+        """Return the keys of rank ``rank - step`` that this rank's queries attend to."""
         return union(span for part in self.parts(step) for span in part.keys)
 
     def sent(self, step: int) -> Spans:
-        """Return the keys of this rank that rank ``rank + step`` sees."""
+        """Return the keys of this rank that the queries of rank ``rank + step`` attend to."""
         rank, size = self.group.rank(), self.group.size()
         return union(span for part in self._visible((rank + step) % size, rank) for span in part.keys)
 
@@ -117,7 +123,7 @@ class Route(NamedTuple):
 
 
 class _Transfer:
-    """Two tensors in transit: one sent to the rank ``hops`` ahead, one received from ``hops`` behind."""
+    """A tensor sent to the rank ``hops`` ahead, and a tensor received from the rank ``hops`` behind."""
 
     def __init__(
         self, sent: Tensor | None, received: Tensor | None, hops: int, group: dist.ProcessGroup
@@ -134,20 +140,20 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
-        """Wait for both tensors, and return the received one."""
+        """Wait for the sent and the received tensor, and return the received tensor."""
         for request in self.requests:
             request.wait()
         return self.received
 
     def arrived(self) -> Tensor:
-        """Wait for a transfer that receives a tensor, and return that tensor."""
+        """Wait for the received tensor and return it."""
         received = self.wait()
         assert received is not None
         return received
 
 
 def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
-    """Yield each step's keys and values, ``[2, s, b, g, d]``, and the parts to compute with them.
+    """Yield the keys and values ``[2, s, b, g, d]`` of each step, and the attention blocks that use them.
 
     The tensors of the next step are already in transit. Steps at which this rank sees no keys have no parts,
     but they are yielded too, because all ranks must start their transfers in the same order.
@@ -182,7 +188,7 @@ _KeyGradients = tuple[Spans, Tensor, Tensor]
 
 
 def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
-    """Add gradients to the gradients of keys and values, ``[2, s, b, g, d]``, in place."""
+    """Add gradients to the total gradients of keys and values, ``[2, s, b, g, d]``, in place."""
     for spans, of_key, of_value in found:
         _add(total[0], spans, of_key)
         _add(total[1], spans, of_value)
@@ -190,7 +196,7 @@ def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
 
 
 class _Homeward:
-    """Gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that holds these keys.
+    """Gradients of keys and values, ``[2, s, b, g, d]``, in transit to the rank that owns the keys.
 
     The gradients are sent in the dtype of the keys and are rounded at each rank, as in a reduce-scatter of
     gradients.
@@ -203,7 +209,10 @@ class _Homeward:
         self.expected: Spans = ()
 
     def send(self, step: int, arrived: Tensor, found: list[_KeyGradients]) -> None:
-        """Send the gradients of the keys ``arrived`` at ``step``; a ring adds those of earlier steps."""
+        """Send the gradients of the keys ``arrived`` at ``step``.
+
+        If keys are passed around a ring, the gradients of earlier steps are added first.
+        """
         if self.route.goes_round:
             if self.transfer is not None:
                 self.own = self.transfer.arrived()
@@ -324,7 +333,7 @@ def _spec(
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the lse of queries that have not seen any key yet."""
+    """Return the initial output and lse of queries that have not attended to any key yet."""
     precise = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.size(1), query.size(2), query.size(0)), float("-inf"), dtype=precise)
     return torch.zeros_like(query, dtype=precise), lse
@@ -335,14 +344,14 @@ def _count(spans: Spans) -> int:
 
 
 def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
-    """Return the tokens in ``spans`` along ``dim``: a view if there is one span, and a copy otherwise."""
+    """Return the tokens in ``spans`` along ``dim``, as a view for one span and as a copy for several."""
     if len(spans) == 1:
         return tensor.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
     return tensor.index_select(dim, _index(spans, tensor.device))
 
 
 def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add ``part`` to those tokens of ``total`` that lie in ``spans``."""
+    """Add ``part`` to the tokens of ``total`` in ``spans``."""
     if len(spans) == 1:
         total[spans[0][0] : spans[0][1]] += part
     else:
@@ -355,7 +364,7 @@ def _index(spans: Spans, device: torch.device) -> Tensor:
 
 
 def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
-    """Do the same as ``merge`` for the queries in ``spans``."""
+    """Merge a block's attention into the queries in ``spans``, as ``merge`` does for all queries."""
     rows, totals = _take(output, spans), _take(lse, spans, 2)
     merge(rows, totals, block_output, block_lse)
     if len(spans) > 1:

@@ -1,4 +1,4 @@
-"""Helpers for partitioned sequences: gather (``all_gather``), exchange for heads (``a2a``), and reorder.
+"""Gather a partitioned sequence, exchange its tokens for heads (all-to-all), and reorder it.
 
 In megatron-core's load-balanced order, a sequence is split into 2·cp equal chunks, and rank r has chunks r
 and 2·cp - 1 - r, concatenated. "By rank" refers to the shape ``[cp, s / cp, ...]``, which contains the chunks
@@ -15,18 +15,21 @@ from torch import Tensor
 
 
 def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the positions in the sequence at which the two chunks of this rank's ``tokens`` begin."""
+    """Return the start positions in the whole sequence of the two chunks on this rank."""
     size, rank, chunk = group.size(), group.rank(), tokens // 2
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather ``[s / cp, ...]`` to ``[cp, s / cp, ...]`` on all ranks; the backward pass reduce-scatters."""
+    """Gather ``[s / cp, ...]`` from all ranks into ``[cp, s / cp, ...]``.
+
+    The backward pass reduce-scatters the gradient.
+    """
     return _AllGather.apply(part, group)
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tokens of all ranks for this rank's heads, in the all-to-all before attention.
+    """Return the tokens of all ranks for this rank's heads, using the all-to-all before attention.
 
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023.
 
@@ -42,7 +45,10 @@ def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Undo ``a2a_gather_sequence`` after attention; the input is ``[cp, s / cp, ..., n / cp, d]``."""
+    """Undo ``a2a_gather_sequence`` after attention.
+
+    The input is ``[cp, s / cp, ..., n / cp, d]``.
+    """
     return _AllToAll.apply(by_rank, group).movedim(0, -3).flatten(-3, -2)
 
 
@@ -59,7 +65,10 @@ def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather along a new first dimension; backward sums gradients on the rank that they belong to."""
+    """All-gather along a new first dimension.
+
+    The backward pass sums each gradient on the rank that owns it.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,7 +85,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all along the first dimension ``[cp, ...]``; its gradient is another all-to-all."""
+    """All-to-all along the first dimension ``[cp, ...]``.
+
+    The gradient is another all-to-all.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Visible pairs of this rank's queries and another rank's keys, which are the work of one step of the ring.
+"""Find the visible pairs of one rank's queries and another rank's keys, the work of one ring step.
 
 Each document (a whole sequence, or one of several packed sequences) is split into 2·size chunks; rank r holds
 the concatenation of chunks r and 2·size - 1 - r of each document, and the documents are concatenated too.
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The work of one kernel call.
+    """The query-key pairs that one kernel call computes.
 
     Attributes:
         queries: spans of this rank's tokens.
@@ -48,7 +48,9 @@ class Part(NamedTuple):
 def visible_parts(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> tuple[Part, ...]:
-    """Return which keys of ``source`` are visible to ``rank``, or an empty result if there are none.
+    """Return the keys of rank ``source`` that are visible to queries of ``rank``.
+
+    The result is empty if no key is visible.
 
     Args:
         rank: the rank that holds the queries.
@@ -71,7 +73,9 @@ _Pair = tuple[Span, Span, Window]
 def _plain_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool
 ) -> Iterator[_Pair]:
-    """Yield one pair for each document, because chunks need not be considered separately without a window.
+    """Yield one query-key pair of ranges per document.
+
+    Without a window, chunks need no separate treatment.
 
     In causal attention, an earlier rank's first chunk precedes all of our queries and its second chunk
     follows them; a later rank's chunks both lie between our two chunks.
@@ -100,7 +104,7 @@ def _plain_pairs(
 def _band_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> Iterator[_Pair]:
-    """Yield the pairs of chunks, restricted to queries that see a key and to keys that are seen."""
+    """Yield pairs of chunks, restricted to queries with a visible key and to keys that are visible."""
     first = 0
     for document in documents:
         chunk = document.tokens // 2
@@ -114,14 +118,16 @@ def _band_pairs(
 
 
 def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
-    """Yield the indices of the two chunks of ``source``, and each chunk's number of keys without padding."""
+    """Yield the indices of the two chunks of rank ``source``, with each chunk's number of keys without
+    padding.
+    """
     chunk = document.tokens // 2
     for number in (source, 2 * size - 1 - source):
         yield number, min(max(document.keys - number * chunk, 0), chunk)
 
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
-    """Yield ``segment``, whose first query and key are tokens ``query`` and ``key``, unless it is empty."""
+    """Yield the nonempty part of ``segment``, whose first query and key are tokens ``query`` and ``key``."""
     part = segment.part(*segment.rows_with_keys())
     if part is not None:
         window = part.window_left, part.window_right
@@ -129,7 +135,7 @@ def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
 
 
 def _joined(pairs: Iterable[_Pair]) -> Part:
-    """Return the part for one kernel call, with the pairs concatenated."""
+    """Concatenate the pairs for a single kernel call."""
     queries: list[Span] = []
     keys: list[Span] = []
     segments = []
@@ -155,7 +161,10 @@ def union(spans: Iterable[Span]) -> Spans:
 
 
 def within(spans: Spans, whole: Spans) -> Spans:
-    """Return the positions of ``spans`` in the concatenated tokens of ``whole``, which contains them."""
+    """Return the positions of ``spans`` in the concatenated tokens of ``whole``.
+
+    ``whole`` contains all of ``spans``.
+    """
     places = []
     before = 0
     for first, last in whole:

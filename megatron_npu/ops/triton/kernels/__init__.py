@@ -1,1 +1,1 @@
-"""The Triton kernels. Each module imports triton; launchers import these modules only at launch."""
+"""Define the Triton kernels. Each module imports triton; launchers import these modules only at launch."""

@@ -1,4 +1,4 @@
-"""GELU (tanh form), SwiGLU and GEGLU after a bias: one pass per direction, with partial bias gradients.
+"""Compute GELU (tanh form), SwiGLU and GEGLU after a bias in one pass per direction.
 
 A program processes ``ROWS`` x ``COLUMNS`` values at a time; in backward ``per`` rows, tile by tile.
 """
@@ -20,7 +20,7 @@ def sigmoid(x):
 
 @triton.jit
 def gelu(z):
-    """Return the tanh form: ``z / 2 * (1 + tanh(u))``, which is ``z * sigmoid(2 * u)``."""
+    """Return GELU in tanh form: ``z / 2 * (1 + tanh(u))``, which equals ``z * sigmoid(2 * u)``."""
     near = tl.where(z > FAR, FAR, tl.where(z < -FAR, -FAR, z))  # nan stays nan
     return z * sigmoid(2 * K * near * (1 + C * near * near))
 
@@ -51,7 +51,7 @@ def curve_slope(z, SILU: tl.constexpr):
 
 @triton.jit
 def bias_gelu(x, bias, out, rows, width, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Map ``[rows, width]`` and the bias ``[width]`` to ``[rows, width]``."""
+    """Compute GELU of ``[rows, width]`` plus the bias ``[width]``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -68,7 +68,7 @@ def bias_gelu_backward(
     grad, x, bias, d_x, partial, rows, width, per,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x``, and partial sums of it ``[chunks, width]`` if there is a bias."""
+    """Write the gradient of ``x`` and, if there is a bias, its partial sums ``[chunks, width]``."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -96,7 +96,7 @@ def gated(
     x, bias, out, rows, half,
     SILU: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Map ``[rows, 2 half]``, whose halves are a and b, to ``curve(a) * b``, ``[rows, half]``."""
+    """Compute ``curve(a) * b``, ``[rows, half]``, from ``[rows, 2 half]``, whose halves are a and b."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -116,7 +116,7 @@ def gated_backward(
     grad, x, bias, d_x, partial, rows, half, per,
     SILU: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x``, and partial sums of it ``[chunks, 2 half]`` if there is a bias."""
+    """Write the gradient of ``x`` and, if there is a bias, its partial sums ``[chunks, 2 half]``."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

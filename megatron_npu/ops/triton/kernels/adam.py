@@ -1,4 +1,4 @@
-"""Multi-tensor Adam in one launch, which also writes 16-bit copies of the updated weights."""
+"""Compute a multi-tensor Adam step in one launch, which also writes 16-bit copies of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to element ``begin``, a multiple of the block size, of an array in the table."""
+    """Return the pointer to element ``begin`` of an array in the table.
+
+    ``begin`` is a multiple of the block size.
+    """
     pointer = tl.load(table + owner * 5 + column).to(tl.pointer_type(KIND)) + begin
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -21,7 +24,10 @@ def update(
     factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block at these pointers. With ``PARTIAL``, only its first ``left`` values exist."""
+    """Update a block of values at the given pointers.
+
+    With ``PARTIAL``, only its first ``left`` values exist.
+    """
     index = tl.arange(0, BLOCK)
     if PARTIAL:
         inside = index < left
@@ -49,7 +55,7 @@ def step(
     table, sizes, firsts, owners, factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of one tensor: weights, gradients, both moments, all fp32, and the 16-bit copy.
+    """Update a block of one tensor: weights, gradients and both moments in fp32, and the 16-bit copy.
 
     Args:
         table: int64 ``[tensors, 5]``, the addresses of these five.

@@ -1,4 +1,7 @@
-"""Cross-entropy of rows of logits, one pass per direction; a program handles a row or a part of a row."""
+"""Compute cross-entropy of rows of logits in one pass per direction.
+
+A program handles a row or a part of a row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ def forward(
     logits, targets, normalizers, predicted, totals, losses, stride, words, start, ignored, share, size,
     WHOLE: tl.constexpr, SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the logarithm of each row's sum of exponentials, in one pass with a running maximum.
+    """Write the log-sum-exp of each row, computed in one pass with a running maximum.
 
     Also write the loss if the row has the ``WHOLE`` vocabulary; otherwise, write the target's logit, or 0 if
     another rank has it, and with ``SMOOTH`` the sum of all logits. If targets may be ``ignored``, a target
@@ -64,7 +67,10 @@ def backward(
     grads, logits, targets, normalizers, out, stride, out_stride, words, start, ignored, share, size,
     SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``BLOCK`` logits of a row to ``out``, which may be the logits themselves."""
+    """Write the gradient of ``BLOCK`` logits of a row to ``out``.
+
+    ``out`` may be the logits tensor itself.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < words

@@ -1,4 +1,7 @@
-"""Bias, dropout and residual; the backward pass recomputes the mask, so that none is stored."""
+"""Compute bias, dropout and residual.
+
+The backward pass recomputes the mask, so that no mask is stored.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def kept(seed, row, width, level, COLUMNS: tl.constexpr, first_column):
-    """Return which of ``COLUMNS`` values from ``first_column`` on in rows ``[n]`` are kept, ``[n, COLUMNS]``.
+    """Return which of ``COLUMNS`` values, starting at ``first_column``, are kept in rows ``[n]``, ``[n,
+    COLUMNS]``.
 
     Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor, so
     that the decision about a value does not depend on how the tensor is tiled.
@@ -28,7 +32,10 @@ def bias_dropout_add(
     x, bias, residual, out, seeds, rows, width, level, scale,
     BIAS: tl.constexpr, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``residual + dropout(x + bias)``; all are ``[rows, width]`` except the bias ``[width]``."""
+    """Write ``residual + dropout(x + bias)``.
+
+    All tensors are ``[rows, width]`` except the bias ``[width]``.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -49,7 +56,7 @@ def dropped_gradient(
     grad, d_x, partial, seeds, rows, width, per, level, scale,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` from that of the result, and partial sums of it if there is a bias."""
+    """Write the gradient of ``x`` from the result's gradient and, if there is a bias, its partial sums."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

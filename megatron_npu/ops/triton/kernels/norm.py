@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm, one program per row, also of a residual sum that is computed first.
+"""Compute layer norm and RMS norm with one program per row, optionally after a residual addition.
 
 ``LAYER`` selects a layer norm with mean and bias; otherwise, it is an RMS norm. With ``ADD``, the input of
 the norm is ``residual + dropout(x + shift)``, which is written too.
@@ -18,7 +18,9 @@ def forward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of ``[rows, width]``, and fp32 ``[rows]`` means (layer norm) and inverse deviations."""
+    """Write the norm of ``[rows, width]``, and means (layer norm) and inverse deviations in fp32
+    ``[rows]``.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -57,7 +59,9 @@ def backward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, TOTAL: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the norm's input, plus ``of_total`` if given; ``per`` rows per program.
+    """Write the gradient of the norm's input, plus ``of_total`` if given.
+
+    Each program handles ``per`` rows.
 
     Partial sums go to ``partial`` ``[chunks, k, width]``: those of the weight, of the bias for a layer norm,
     and of the ``SHIFT`` if there was one. ``d_added`` is the gradient of the dropout's input.

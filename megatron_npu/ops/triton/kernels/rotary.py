@@ -1,4 +1,7 @@
-"""Rotary position embedding in one pass; the backward pass rotates back."""
+"""Compute rotary position embedding in one pass.
+
+The backward pass rotates back.
+"""
 
 from __future__ import annotations
 

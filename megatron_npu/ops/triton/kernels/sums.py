@@ -1,4 +1,4 @@
-"""Sums over rows in two stages: partial sums of chunks of rows, then their sum, always in the same order."""
+"""Sum over rows in two stages with a fixed order: sums of chunks of rows, then the sum of the chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``[rows, width]`` to fp32 ``[chunks, width]``, ``per`` rows per chunk, as the first stage."""
+    """Sum ``[rows, width]`` into fp32 ``[chunks, width]``, with ``per`` rows per chunk, as the first
+    stage.
+    """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Find and read the files of each rank, without executing their contents."""
+"""Find and read the checkpoint files of each rank without executing code from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of a checkpoint.
+    """Checkpoint files of all ranks.
 
     Attributes:
         tensor, pipeline: the tensor- and pipeline-parallel sizes.
@@ -45,7 +45,7 @@ class RankFiles:
 
 
 def untracked(root: str | Path) -> Path | None:
-    """Return the checkpoint in a directory without a tracker: its ``release/``, or the directory itself.
+    """Return the checkpoint in a directory without a tracker: ``release/`` or the directory itself.
 
     A single ``model_optim_rng.pt`` is accepted too, given as a file or as its directory.
     """
@@ -55,7 +55,7 @@ def untracked(root: str | Path) -> Path | None:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Return True if a checkpoint's directory has this format."""
+    """Return True if a checkpoint's directory has the format ``torch``."""
     return (
         any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*")) or _file_in(path) is not None
     )
@@ -66,7 +66,7 @@ def _file_in(folder: Path) -> Path | None:
 
 
 def ranks(path: Path) -> RankFiles:
-    """Return the files of all ranks.
+    """Find the checkpoint files of all ranks.
 
     Raises:
         UsageError: there are no files, or a rank's file is missing.
@@ -95,7 +95,7 @@ def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> None:
-    """Check that the number of ranks equals the number in a file's arguments.
+    """Check that the number of rank files equals the number of ranks in a file's arguments.
 
     Raises:
         UsageError: the numbers differ, because the files of the last ranks are missing.
@@ -115,7 +115,9 @@ def _incomplete(path: Path, what: str) -> UsageError:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the content of a rank's file; its tensors stay on disk until they are used.
+    """Return the content of a rank's file.
+
+    Tensors stay on disk until they are used.
 
     Raises:
         UsageError: the file is damaged, or contains something other than plain values.
@@ -127,6 +129,9 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def arguments(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in a rank's file, or None if it has none, like NVIDIA's first checkpoints."""
+    """Return the arguments in a rank's file, or None.
+
+    NVIDIA's first checkpoints contain no arguments.
+    """
     args = content.get("args")
     return dict(vars(args)) if isinstance(args, Namespace) else None

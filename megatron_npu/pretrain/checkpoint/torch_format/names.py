@@ -1,4 +1,4 @@
-"""Map parameter names and layouts of 285068c8 and older versions to those of megatron-core, and back."""
+"""Map parameter names and layouts between 285068c8 (and older versions) and megatron-core."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ _QKV = re.compile(r".*\.self_attention\.linear_qkv\.(?:weight|bias)")
 
 
 def of_core(model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a chunk's weights under megatron-core's names, with layers numbered within the chunk.
+    """Return the weights of a model chunk under megatron-core's names.
+
+    Layers are numbered within the chunk.
 
     Unknown names are kept, so that the caller can detect them.
 
@@ -88,7 +90,9 @@ def to_285068c8(name: str) -> list[str]:
 
 
 def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Tensor:
-    """Make the query, key and value of each head adjacent in ``linear_qkv``; other weights are not changed.
+    """Reorder ``linear_qkv`` so that the query, key and value of each head are adjacent.
+
+    Other weights are not changed.
 
     Args:
         name: megatron-core's name.
@@ -106,11 +110,14 @@ def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Te
 
 
 def layers_in(names: Mapping[str, Any]) -> set[int]:
-    """Return the layer numbers in the given names."""
+    """Return the layer numbers that occur in parameter names."""
     found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in names)
     return {int(match[1]) for match in found if match}
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return the name with the layer number shifted; names without a layer number are not changed."""
+    """Return a parameter name with its layer number shifted.
+
+    Names without a layer number are not changed.
+    """
     return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", name)

@@ -1,4 +1,4 @@
-"""Assemble a model from the files of all ranks, regardless of the layout in which it was trained."""
+"""Assemble a model from the checkpoint files of all ranks, whatever its training layout was."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _logger = logging.getLogger(__name__)
 
 @functools.cache
 def _say(message: str) -> None:
-    """Log an assumption only once, even if a checkpoint is read several times."""
+    """Log an assumption about a checkpoint once, even if the checkpoint is read several times."""
     _logger.warning(message)
 
 
 class Checkpoint:
-    """The complete weights of a checkpoint under megatron-core's names, and its description.
+    """Complete weights of a checkpoint under megatron-core's names, with its description.
 
     Args:
         path: the checkpoint's directory.
@@ -97,12 +97,15 @@ class Checkpoint:
                 before += len(names.layers_in(weights))
 
     def names(self) -> set[str]:
-        """Return the names of all weights; tied weights have one name."""
+        """Return the names of all weights.
+
+        Tied weights have one name.
+        """
         extra = set() if self.args.get("untie_embeddings_and_output_weights") else {_VOCABULARY[1]}
         return self._parts.keys() - extra
 
     def whole(self, name: str) -> Tensor:
-        """Return a weight on the host.
+        """Return a complete weight in host memory.
 
         Raises:
             UsageError: the checkpoint has no such weight, or some ranks' parts are missing.
@@ -124,7 +127,10 @@ class Checkpoint:
         return names.in_todays_order(name, part, self._version, heads)
 
     def _deduced(self) -> dict[str, Any]:
-        """Return the arguments of a GPT-2 model with these shapes, because old files have no arguments."""
+        """Return the arguments of a GPT-2 model, deduced from the weights' shapes.
+
+        Old files contain no arguments.
+        """
         layers = names.layers_in(self._parts)
         positions, hidden = self.whole("embedding.position_embeddings.weight").shape
         _say(
@@ -142,7 +148,7 @@ class Checkpoint:
         }
 
     def _assume_fused_gelu(self) -> None:
-        """Assume the default GELU, the fused one, if Megatron's conversion tool has dropped the flag."""
+        """Assume the default, fused GELU if Megatron's conversion tool has dropped the flag."""
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
@@ -164,7 +170,10 @@ class Checkpoint:
 
 
 def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the model chunks in a rank's file; there are several if pipeline stages are interleaved."""
+    """Return the model chunks in a rank's file.
+
+    With interleaved pipeline stages, there are several.
+    """
     if "model" in content:
         return [content["model"]]
     return [content[f"model{number}"] for number in range(len(content)) if f"model{number}" in content]
@@ -172,7 +181,7 @@ def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load the weights of a checkpoint into this rank's chunks of a model with any layout.
+    """Load a checkpoint's weights into this rank's chunks of a model with any layout.
 
     Vocabulary rows that are missing from the checkpoint are set to zero.
 

@@ -1,4 +1,4 @@
-"""Join and split tensor-parallel weights by their megatron-core names."""
+"""Join and split tensor-parallel weights, identified by their megatron-core names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_OF_MLP = re.compile(r".*\.mlp\.linear_fc1\.(?:weight|bias)")
 
 
 def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
-    """Join the parts of a weight.
+    """Join the tensor-parallel parts of a weight.
 
     Args:
         name: megatron-core's name.
@@ -36,7 +36,7 @@ def join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
 
 
 def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
-    """Split a weight into the parts of ``size`` tensor-parallel ranks; this is the inverse of ``join``."""
+    """Split a weight into the parts of ``size`` tensor-parallel ranks, the inverse of ``join``."""
     if _COLUMNS.fullmatch(name):
         return list(tensor.chunk(size, dim=1))
     if not _ROWS.fullmatch(name):
@@ -48,7 +48,10 @@ def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
 
 
 def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return a vocabulary weight [V, h] with the given number of rows, removing padding or adding zeros."""
+    """Return a vocabulary weight ``[V, h]`` with the given number of rows.
+
+    Padding is removed, or zeros are added.
+    """
     if tensor.size(0) >= rows:
         return tensor[:rows]
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.size(0), tensor.size(1))])

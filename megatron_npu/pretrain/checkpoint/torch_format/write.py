@@ -1,4 +1,4 @@
-"""Write one file per rank: a GPT-2 for Megatron-LM 285068c8, and other models for megatron-core.
+"""Write one file per rank, for Megatron-LM 285068c8 (GPT-2) or megatron-core (other models).
 
 285068c8 does not support rotary positions, RMSNorm or gated MLPs. megatron-core's scripts also load the
 format (``--ckpt-format torch``), with their own weight names and with layers counted from 0 in each stage.
@@ -50,12 +50,15 @@ _KEPT = """
 
 
 def is_of_285068c8(args: Flags) -> bool:
-    """Return True if the files are for 285068c8, that is, if the model has learned positions."""
+    """Return True if the files are for 285068c8.
+
+    This is the case for models with learned positions.
+    """
     return args.position_embedding_type == "learned_absolute"
 
 
 def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
-    """Check that the scripts that load the files support the model, and that the model fits these sizes.
+    """Check that Megatron's scripts can load the model, and that the model can be split into these sizes.
 
     Args:
         args: the trainer's arguments for the model.
@@ -143,7 +146,7 @@ def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, p
 def _of_rank(
     args: Flags, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight and this rank's part of it.
+    """Yield the name of each weight and the rank's part of the weight.
 
     ``tensor`` and ``pipeline`` are pairs (rank, size).
     """

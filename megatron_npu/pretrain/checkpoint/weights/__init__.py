@@ -1,1 +1,1 @@
-"""Conversions of weights between a checkpoint and the ranks of a run."""
+"""Convert weights between a checkpoint and the ranks of a run."""

@@ -1,4 +1,4 @@
-"""Support for parameters sharded by rows with torch's FSDP in megatron-core's checkpoints.
+"""Support parameters that torch's FSDP shards by rows in megatron-core's checkpoints.
 
 megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so the checkpoint equals that of a
 run without FSDP and can be resumed with any layout. This module handles the cases that megatron-core leaves
@@ -38,7 +38,7 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
 
 
 def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a chunk's ``sharded_state_dict`` with the weights of gated MLPs as rows.
+    """Return a chunk's ``sharded_state_dict`` with the weights of gated MLPs sharded by rows.
 
     megatron-core (up to 0.19) treats each rank's rows as half gate, half input. With FSDP, the first ranks
     have the gate and the others the input, so the checkpoint could only be loaded with the same number of
@@ -55,7 +55,10 @@ def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, An
 
 
 def _rows(factory: Any) -> Any:
-    """Return the rows of a tensor that megatron-core would have split in two, as a single shard."""
+    """Return the rows of a tensor as a single shard.
+
+    megatron-core would have split the tensor in two.
+    """
     first = factory.build()[0]  # as wide as half of the rows, at this rank's place among the first halves
     axis, rows = first.prepend_axis_num, factory.data.size(0)
     rank = first.global_offset[axis] // first.local_shape[0]
@@ -71,7 +74,7 @@ def _rows(factory: Any) -> Any:
 
 
 def shared_out(content: Any, current: Any) -> Any:
-    """Return ``content`` with loaded rows converted to shards like those in ``current``.
+    """Return ``content`` with the loaded rows sharded in the same way as those in ``current``.
 
     Args:
         content: dictionaries and lists of tensors and other values.
@@ -94,7 +97,10 @@ def shared_out(content: Any, current: Any) -> Any:
 
 
 def rows_of_rank(parameter: Tensor) -> tuple[Tensor, slice]:
-    """Return this rank's rows of a parameter and their indices, or all rows if it is not sharded."""
+    """Return this rank's rows of a parameter and their indices.
+
+    An unsharded parameter is returned whole.
+    """
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.size(0))
     rows = parameter.to_local()

@@ -1,4 +1,6 @@
-"""Checks of the flags, group by group; derived values are set between the groups.
+"""Check the flags group by group.
+
+Derived values are set between the groups.
 
 Each function raises ``UsageError`` with a one-line message. ``validation.check`` calls them in order.
 """
@@ -14,7 +16,9 @@ from megatron_npu.base.errors import UsageError
 
 
 def divides(divisor: int, what: str, number: int, of: str, remedy: str = "Change one of the two.") -> None:
-    """Check that ``number`` is divisible by ``divisor``; ``what`` and ``of`` name them in the message.
+    """Check that ``number`` is divisible by ``divisor``.
+
+    ``what`` and ``of`` name the two numbers in the error message.
 
     Raises:
         UsageError: ``number`` is not divisible by ``divisor``.
@@ -26,7 +30,7 @@ def divides(divisor: int, what: str, number: int, of: str, remedy: str = "Change
 def nothing_without(
     first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, remedy: str
 ) -> None:
-    """Check that no flag of a group is given without ``first``, because the flag would have no effect.
+    """Check that no flag of a group is given without ``first``, without which it would have no effect.
 
     Args:
         first: the flag that is not given.

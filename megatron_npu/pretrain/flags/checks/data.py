@@ -1,4 +1,4 @@
-"""Checks of the data: the tokenizer, the files, and documents in every split that is used."""
+"""Check the data: the tokenizer, the dataset files, and that every used split has documents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def tokenizer(args: Namespace) -> Tokenizer:
 
 
 def _one_source(args: Namespace) -> None:
-    """Reject several kinds of data sources at once, because Megatron accepts only one."""
+    """Reject several kinds of data sources at once.
+
+    Megatron accepts only one kind.
+    """
     parts = [f"--{part}-data-path" for part in PARTS if getattr(args, f"{part}_data_path")]
     kinds = [["--mock-data"] * args.mock_data, ["--data-path"] * bool(args.data_path), parts[:1]]
     given = [flag for kind in kinds for flag in kind]
@@ -80,7 +83,7 @@ def _validates(args: Namespace) -> bool:
 
 
 def _validation(args: Namespace) -> None:
-    """Check that the data supports --full-validation and --multiple-validation-sets, if they are given.
+    """Check that the data supports --full-validation and --multiple-validation-sets if they are given.
 
     Raises:
         UsageError: the data is generated or has weights, or there are no separate validation sets.
@@ -138,7 +141,10 @@ def _shared(args: Namespace, vocab_size: int) -> None:
 
 
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
-    """Reject an empty split that is used: megatron-core 0.12 to 0.16 would search it for tokens endlessly."""
+    """Reject an empty split that is used.
+
+    megatron-core 0.12 to 0.16 would search it for tokens endlessly.
+    """
     for name, part, needed in zip(
         ("training", "validation"), parts, (args.trains, _validates(args)), strict=False
     ):

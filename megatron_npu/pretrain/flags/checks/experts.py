@@ -1,4 +1,4 @@
-"""Checks of the mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
+"""Check the mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SINCE: tuple[tuple[str, str, object, str], ...] = (
 
 
 def check(args: Namespace) -> None:
-    """Check the model's expert flags, and set derived sizes.
+    """Check the expert flags of the model, and set the derived sizes.
 
     Raises:
         UsageError: a flag requires --num-experts or another flag, or is not supported by this megatron-core.
@@ -175,7 +175,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def layout(args: Namespace) -> None:
-    """Check the layout of the experts, after the rest of the layout is known.
+    """Check the layout of the experts after the rest of the layout is known.
 
     Raises:
         UsageError: a size is not divisible, or megatron-core cannot train the layout.

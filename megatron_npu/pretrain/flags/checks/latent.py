@@ -1,4 +1,4 @@
-"""Checks of multi-latent attention and multi-token prediction."""
+"""Check the flags of multi-latent attention and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check the flags of both, and set the type of the rotary embedding.
+    """Check both groups of flags, and set the type of the rotary embedding.
 
     Raises:
         UsageError: a flag requires another, or megatron-core would ignore a flag.

@@ -1,4 +1,4 @@
-"""Checks of the length of a run, which is given in iterations, samples or epochs."""
+"""Check the length of a run, which is given in iterations, samples or epochs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = ("--train-iters", "--train-samples", "--epochs")
 
 
 def check(args: Namespace) -> None:
-    """Check that exactly one flag sets the length of the run, and set whether the run trains at all.
+    """Check that exactly one flag sets the run's length, and record whether the run trains at all.
 
     This happens before the data is read.
 
@@ -35,7 +35,7 @@ def check(args: Namespace) -> None:
 
 
 def iterations(args: Namespace) -> None:
-    """Set the number of iterations from samples or epochs, once the batch and data sizes are known.
+    """Compute the number of iterations from samples or epochs, once batch and data sizes are known.
 
     Raises:
         UsageError: there are too few samples for one iteration.

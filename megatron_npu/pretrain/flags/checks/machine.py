@@ -1,4 +1,4 @@
-"""Checks of the machine: the installed megatron-core, and a device for each process."""
+"""Check the machine: the installed megatron-core, and a device for each process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the model flags: sizes, positions, precision, attention, recomputation."""
+"""Check the model flags: sizes, positions, precision, attention, recomputation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(args: Namespace) -> None:
 
 
 def windows(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` is given with a window, and has a value for each layer.
+    """Check that ``--window-attn-skip-freq`` is given with a window and has one value per layer.
 
     Raises:
         UsageError: the window or values are missing.

@@ -1,4 +1,4 @@
-"""Checks of the optimizer flags and the schedules."""
+"""Check the optimizer flags and the schedules."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def _refuse_types_alone(args: Namespace) -> None:
 
 
 def _narrow(args: Namespace) -> None:
-    """Check the flags of the precision-aware optimizer, whose dtypes have an effect only if it is enabled."""
+    """Check the flags of the precision-aware optimizer.
+
+    Its dtypes have an effect only if it is enabled.
+    """
     memory_flags.check_precision_aware_optimizer(args)
     derive.precision_aware_optimizer(args)
     asked = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
@@ -122,7 +125,7 @@ def _learning_rate(args: Namespace) -> None:
 
 
 def _one_unit(args: Namespace) -> None:
-    """Check that the schedule and the run's length have the same unit, which is iterations or samples.
+    """Check that the schedule and the run's length have the same unit, iterations or samples.
 
     Megatron has the same requirement.
 

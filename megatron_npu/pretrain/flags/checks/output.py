@@ -1,4 +1,4 @@
-"""Checks of a run's inputs and outputs: logs, checkpoints, and their folders."""
+"""Check the inputs and outputs of a run: logs, checkpoints, and their folders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def logging(args: Namespace) -> None:
 
 
 def sinks(args: Namespace) -> None:
-    """Check that TensorBoard and the plotting package are installed; set whether each is used.
+    """Check that TensorBoard and the plotting package are installed, and record which of them is used.
 
     Raises:
         UsageError: a package is not installed, or the plot has no destination.
@@ -98,7 +98,9 @@ def ends(args: Namespace) -> None:
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint to resume from; check that it fits the run, and that no other one is overwritten.
+    """Find the checkpoint to resume from, and check that it fits the run.
+
+    Also check that saving overwrites no other checkpoint.
 
     Raises:
         UsageError: the checkpoint does not exist or contains another model, or ``--save`` contains
@@ -136,7 +138,7 @@ def _require_load(args: Namespace) -> None:
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
-    """Check that a checkpoint fits the run, and set the values that are derived from it."""
+    """Check that a checkpoint fits the run, and set the values derived from the checkpoint."""
     if not found.is_own:
         found = _of_stock_script(args, found)
     checkpoint_compatibility.require_same_model(found, vars(args))
@@ -150,7 +152,7 @@ def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
 
 
 def _retention(args: Namespace) -> None:
-    """Check that checkpoints are saved, and that the retain interval is a multiple of the save interval.
+    """Check that the run saves checkpoints, and that the retain interval is a multiple of the save interval.
 
     Raises:
         UsageError: a retention flag lacks ``--save-interval``, or the intervals do not match.
@@ -173,7 +175,7 @@ def _retention(args: Namespace) -> None:
 
 
 def _rewinding(args: Namespace) -> None:
-    """Check that there will be checkpoints to which --loss-spike-policy rewind can return.
+    """Check that --loss-spike-policy rewind will have checkpoints to return to.
 
     Raises:
         UsageError: there will be no checkpoints, or no checkpoints with the complete state.
@@ -196,7 +198,7 @@ def _rewinding(args: Namespace) -> None:
 
 
 def _choose_whole(args: Namespace) -> None:
-    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print the later, damaged checkpoints.
+    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print later checkpoints, which are damaged.
 
     Raises:
         UsageError: there are checkpoints, but all are damaged; or ``--ckpt-step`` is given too.
@@ -237,7 +239,7 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
 
 
 def _of_stock_script(args: Namespace, found: CheckpointInfo) -> CheckpointInfo:
-    """Return a checkpoint of Megatron-LM's own scripts with this run's vocabulary size, after checking it.
+    """Check a stock script's checkpoint, and return it with this run's vocabulary size.
 
     Raises:
         UsageError: the vocabulary is too large, or no flag allows resuming without the optimizer state.
@@ -281,7 +283,7 @@ def _require_directory(save: str) -> None:
 
 
 def _spare_later(args: Namespace) -> None:
-    """Check that a run that resumes from ``--ckpt-step`` overwrites no later iteration."""
+    """Check that a run that resumes from ``--ckpt-step`` does not overwrite a later iteration."""
     later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
     if later:
         raise UsageError(
@@ -292,7 +294,9 @@ def _spare_later(args: Namespace) -> None:
 
 
 def places(args: Namespace) -> None:
-    """Check at the start that files that are written later, possibly after hours of training, can be written.
+    """Check at startup that all output files can be written.
+
+    Some are first written after hours of training.
 
     Raises:
         UsageError: a directory is a file, or is not writable.
@@ -313,7 +317,10 @@ def places(args: Namespace) -> None:
 
 
 def _require_no_address(flag: str, place: str) -> None:
-    """Reject the URL of an object storage, because a local folder with that name would be created instead."""
+    """Reject a URL of an object storage.
+
+    A local folder with the URL as its name would be created otherwise.
+    """
     if "://" in place:
         raise UsageError(
             f"{flag} must be a directory in a file system, because URLs are not supported, but got {place}",

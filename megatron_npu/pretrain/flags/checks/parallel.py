@@ -1,4 +1,4 @@
-"""Checks of the parallel layout."""
+"""Check the parallel layout of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.pretrain.flags.checks import divides
 
 
 def check(args: Namespace) -> None:
-    """Check that the layout can partition the model.
+    """Check that the model can be partitioned in the layout.
 
     Raises:
         UsageError: a size is not divisible by another size, or a flag requires another flag.
@@ -142,7 +142,9 @@ def batches(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace) -> dict[str, int]:
-    """Return the final global batch size, and the start and increment of its ramp, keyed by description."""
+    """Return the final global batch size, and the start and increment of its ramp, with their
+    descriptions.
+    """
     ramp = args.rampup_batch_size
     steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
     return {"--global-batch-size": args.global_batch_size, **steps}

@@ -1,4 +1,4 @@
-"""Checks of rotary embeddings and their scaling."""
+"""Check the flags of rotary embeddings and their scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of --cuda-graph-impl."""
+"""Check the flag --cuda-graph-impl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _FLAG = "--cuda-graph-impl local"
 
 
 def check(args: Namespace) -> None:
-    """Check that every step would replay the same CUDA graph; on devices without CUDA, disable the graph.
+    """Check that every step would replay the same CUDA graph.
+
+    On devices without CUDA, the graph is disabled.
 
     Raises:
         UsageError: a flag makes steps differ, or requires the host to read results during a step.
@@ -35,7 +37,7 @@ def check(args: Namespace) -> None:
 
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
-    """Return the given flags that rule out a CUDA graph, each with the reason."""
+    """Return the given flags that prevent the use of a CUDA graph, each with the reason."""
     changing, reads = (
         "each step must generate different random numbers",
         "the host reads results during a step",

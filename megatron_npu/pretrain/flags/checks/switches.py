@@ -16,7 +16,7 @@ _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients 
 
 
 def check(args: Namespace) -> None:
-    """Check the given switches, and log on rank 0 the Megatron flags that each one sets.
+    """Check the acceleration switches, and log on rank 0 the Megatron flags that each switch sets.
 
     Raises:
         UsageError: Megatron models do not support a switch, or it contradicts another flag.
@@ -127,7 +127,7 @@ def _torch_fsdp(args: Namespace, flag: str) -> None:
 
 
 def _require_shardable(args: Namespace, flag: str) -> None:
-    """Check that no other flag rules out sharding the weights."""
+    """Check that no other flag prevents the weights from being sharded."""
     overlaps = "FSDP always overlaps communication"
     for word, reason, remedy in (
         (

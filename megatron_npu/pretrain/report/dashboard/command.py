@@ -64,6 +64,6 @@ def find(run: str) -> Path:
 
 
 def name_of(metrics: Path) -> str:
-    """Return the title of a run: the name of its directory, or of its file if that name is unusual."""
+    """Return the title of a run: the name of its directory or, if that is generic, of its file."""
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

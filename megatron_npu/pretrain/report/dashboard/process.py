@@ -1,4 +1,4 @@
-"""The dashboard server as a separate process that ends with the run."""
+"""Run the dashboard server as a separate process that ends with the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 5.0  # for the server to end after the run
 
 @contextlib.contextmanager
 def shown(metrics: Path, at: Address) -> Iterator[str]:
-    """Serve a run's page inside the block, and yield the page's address.
+    """Serve a run's dashboard inside the block, and yield its address.
 
     The server ends with the block or with this process, even if this process is killed by SIGKILL. It first
     sends the final state to clients. Ctrl-C does not reach it.

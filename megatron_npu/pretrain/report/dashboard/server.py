@@ -1,4 +1,4 @@
-"""The read-only dashboard server: it responds only to GET requests, with a page and its data.
+"""Implement the read-only dashboard server, which responds only to GET requests.
 
 ``process`` starts it: ``python -m megatron_npu.pretrain.report.dashboard.server METRICS NAME SOCKET HOST``.
 """
@@ -65,12 +65,12 @@ class Server(uvicorn.Server):
         )
 
     async def _state(self, request: Request) -> Response:
-        """Respond with the state of the run as JSON, for scripts."""
+        """Respond with the run's state as JSON, for scripts."""
         _, text = await run_in_threadpool(self.run_shown.snapshot)
         return Response(text, media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
-        """Respond with the state of the run, and again after each change (server-sent events)."""
+        """Respond with the run's state and again after each change, as server-sent events."""
         return StreamingResponse(self._states(), media_type="text/event-stream")
 
     async def _states(self) -> AsyncIterator[str]:
@@ -97,7 +97,7 @@ def _file(name: str) -> Any:
 
 
 class _Guarded:
-    """Adds ``HEADERS``, and rejects requests whose host name is not one of this server's names.
+    """Web application wrapper that adds ``HEADERS`` and rejects requests for unknown host names.
 
     Otherwise, a web site could point its own name to 127.0.0.1 and read the responses (DNS rebinding).
     """

@@ -1,1 +1,1 @@
-"""Losses of a run: those of tokens, of prediction layers and of the balancing of experts."""
+"""Compute the losses of a run: token losses, prediction-layer losses and expert balancing losses."""

@@ -1,4 +1,7 @@
-"""Collect the balancing losses of experts for the log; megatron-core adds their gradients itself."""
+"""Collect the experts' balancing losses for the log.
+
+megatron-core itself adds their gradients.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,17 @@ def _each(values: _Value | list[_Value]) -> list[_Value]:
 
 
 def _name(kind: str, version: str) -> str:
-    """Return megatron-core's name for a loss; up to 0.13, the sequence-level loss has no separate name."""
+    """Return megatron-core's name for a loss.
+
+    Up to 0.13, the sequence-level loss has no separate name.
+    """
     old = tuple(map(int, version.split(".")[:2])) < (0, 14)
     return "load_balancing_loss" if old else _NAMES[kind]
 
 
 @dataclass(frozen=True)
 class ExpertLosses:
-    """The balancing losses of a run.
+    """Balancing losses of a run's experts.
 
     Attributes:
         names: megatron-core's names for these losses.
@@ -59,7 +65,7 @@ class ExpertLosses:
         return ExpertLosses(tuple(names(flags)), flags.layers)
 
     def take(self, micro_batches: int) -> dict[str, list[float]]:
-        """Return the mean of each loss in each layer with experts since the last call.
+        """Return the mean of each balancing loss since the last call, per layer with experts.
 
         The values are unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must
         call it.
@@ -95,7 +101,7 @@ class ExpertLosses:
 
 
 def _take_into(row: torch.Tensor, name: str) -> None:
-    """Add the recorded values of a loss, ``[layers]``, to ``row``, and reset them."""
+    """Add the recorded values of a loss, ``[layers]``, to ``row`` and reset them."""
     tracker = _tracker()
     if name not in tracker:
         return

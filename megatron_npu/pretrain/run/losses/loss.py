@@ -1,4 +1,4 @@
-"""The loss of one micro batch on one process, and its mean over all processes."""
+"""Compute the loss of one micro-batch on one process, and its mean over all processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 def masked_sum(
     mask: torch.Tensor, output: torch.Tensor, of_all_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of losses, the number of tokens (int32), and both for the log, [2] fp32.
+    """Return the loss sum, the number of tokens (int32), and both values for the log, ``[2]`` fp32.
 
     megatron-core divides by the number of tokens: those of this process's part of the micro batch, or those
     of the whole batch with --calculate-per-token-loss. Without that flag, gradients would be counted once per

@@ -1,4 +1,7 @@
-"""Collect the losses of multi-token prediction for the log; megatron-core adds their gradients itself."""
+"""Collect the losses of multi-token prediction for the log.
+
+megatron-core itself adds their gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TOKENS = "megatron_npu_tokens"
 
 @dataclass(frozen=True)
 class PredictionLosses:
-    """The multi-token prediction losses of a run.
+    """Multi-token prediction losses of a run.
 
     Attributes:
         further: number of additional tokens that are predicted.
@@ -31,7 +34,7 @@ class PredictionLosses:
         return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
 
     def take(self) -> dict[str, float]:
-        """Return each loss as a mean over the tokens since the last call, unweighted, in nats per token.
+        """Return the unweighted mean of each loss over the tokens since the last call, in nats per token.
 
         A collective: all ranks must call it.
         """
@@ -52,7 +55,10 @@ class PredictionLosses:
 
 
 def _tracked() -> list[torch.Tensor]:
-    """Return this process's loss sums and token counts; both are empty on stages before the last."""
+    """Return this process's loss sums and token counts.
+
+    Both are empty on all stages but the last.
+    """
     tracker = _tracker()
     return [tracker[name] for name in ("values", "loss_values", TOKENS) if name in tracker]
 

@@ -99,7 +99,10 @@ def npu_fusion_attention_grad(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, pse and sink; those of inputs that are None are empty."""
+    """Return the gradients of query, key, value, pse and sink.
+
+    Those of inputs that are None are empty.
+    """
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -154,7 +157,10 @@ def npu_fusion_attention_v2(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Compute ``npu_fusion_attention``; ``pse_type`` says where the position bias is added."""
+    """Compute ``npu_fusion_attention``.
+
+    ``pse_type`` determines where the position bias is added.
+    """
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),

@@ -1,4 +1,4 @@
-"""Reference implementation of flash attention and its gradient, equivalent to that in ``attention.py``.
+"""Implement flash attention and its gradient as a reference for the kernels in ``attention.py``.
 
 Every layout is split into ``[b, n, s, d]`` pieces: one piece for a dense layout, one per sequence for TND.
 """
@@ -20,7 +20,7 @@ ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is sc
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments that the forward and backward passes share, gathered from any of the versions."""
+    """Arguments that the forward and backward passes share, for all versions of the operation."""
 
     heads: int
     layout: str
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of attention: ``[b, n, s, d]`` tensors, and their rows in the original tensors for TND."""
+    """Block of attention: ``[b, n, s, d]`` tensors and, for TND, their rows in the original tensors."""
 
     query: Tensor
     key: Tensor
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Piece]:
-    """Split a call into blocks that do not attend to anything outside themselves."""
+    """Split an attention call into blocks that do not attend to each other."""
     if call.layout != "TND":
         kv_heads = call.kv_heads(query, key, value)
         dense = (
@@ -107,7 +107,7 @@ def _weights(piece: Piece) -> int:
 def _dropout(
     call: Call, blocks: Sequence[Piece], seed: int, offset: int, packed: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return the flat dropout factors, 0 or 1 / keep_prob, of every piece; None without dropout.
+    """Return the flat dropout factors (0 or 1 / keep_prob) of every block, or None without dropout.
 
     They are slices of one mask, which is generated from the seed and offset unless ``packed`` contains its
     bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
@@ -152,7 +152,7 @@ def forward(
 
 
 def _padded(statistics: Tensor, rows: int) -> Tensor:
-    """Append zeros for the rows of sequences that were omitted."""
+    """Append zeros for the rows of omitted sequences."""
     missing = statistics.new_zeros(rows - statistics.size(0), *statistics.shape[1:])
     return torch.cat([statistics, missing])
 
@@ -178,7 +178,7 @@ def _forward_piece(call: Call, piece: Piece, kept: Tensor | None) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Saved:
-    """The values that the forward pass saves for the backward pass."""
+    """Values that the forward pass saves for the backward pass."""
 
     maximum: Tensor
     total: Tensor
@@ -189,7 +189,7 @@ class Saved:
 
 @dataclass
 class Gradients:
-    """The gradients of query, key, value, position bias and sink; the last two only if they were given."""
+    """Gradients of query, key and value and, if given, of position bias and sink."""
 
     query: Tensor
     key: Tensor

@@ -1,4 +1,4 @@
-"""Shapes of the attention operations: a common view of all layouts, and the pairs masked by sparse modes."""
+"""Convert between the layouts of attention operations, and compute the pairs masked by sparse modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ STATISTICS_WIDTH = 8  # maximum and sum of the softmax come back eight times
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call; with layout TND, ``queries`` and ``keys`` are totals over the sequences.
+    """Sizes of an attention call.
+
+    With layout TND, ``queries`` and ``keys`` are totals over the sequences.
 
     Attributes:
         batch: b, or the number of sequences.
@@ -115,7 +117,8 @@ def distance(queries: int, keys: int) -> Tensor:
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return True where a key is more than ``before`` positions behind its query or ``after`` ahead of it.
+    """Return True for keys more than ``before`` positions behind their query or more than ``after`` ahead of
+    it.
 
     Args:
         anchor: the position of the first query among the keys: with 0, positions are counted from the top
@@ -141,7 +144,7 @@ def forbidden(
     after: int,
     prefix: Sequence[int] | None,
 ) -> Tensor | None:
-    """Return True where a pair is masked, broadcastable to ``[b, n, queries, keys]``; None if no pair is.
+    """Return True for masked pairs, broadcastable to ``[b, n, queries, keys]``, or None if no pair is masked.
 
     In modes 0, 1 and 5, the given mask alone decides (the limits require that it covers everything outside
     the band). A two-dimensional mask for several sequences starts at the top left corner of each sequence.
@@ -172,7 +175,7 @@ def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
 
 
 def unpack_statistics(packed: Tensor, rows: Sequence[slice], softmax_layout: str) -> list[Tensor]:
-    """Return the statistics ``[n, s, 8]`` of each sequence, given the result of ``pack_statistics``."""
+    """Split the result of ``pack_statistics`` into the statistics ``[n, s, 8]`` of each sequence."""
     heads = packed.size(1)
     flat = packed.reshape(-1, STATISTICS_WIDTH)
     unpacked = []

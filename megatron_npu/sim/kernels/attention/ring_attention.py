@@ -48,7 +48,10 @@ def _share_sbh(share: Tensor, attention: Tensor) -> Tensor:
 
 
 def _share_tnd(share: Tensor, ends: Tensor | None, softmax_layout: str) -> Tensor:
-    """Expand ``[t, n, 8]`` to factors ``[t, n, 1]`` for ``[t, n, d]``; ``ends`` starts with 0."""
+    """Expand ``[t, n, 8]`` to factors ``[t, n, 1]`` for ``[t, n, d]``.
+
+    ``ends`` starts with 0.
+    """
     if softmax_layout == "TND":
         return share[..., :1]
     assert ends is not None  # by the limits

@@ -76,7 +76,10 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int | None = _EVERYTHING,
     attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and both rotated parts; the weights are recomputed."""
+    """Return the gradients of query, key, value and both rotated parts.
+
+    The weights are recomputed.
+    """
     assert value is not None
     assert query_rope is not None
     assert key_rope is not None
@@ -127,7 +130,10 @@ def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-    """Scatter-add ``[b, s, k, d]`` to the selected rows; entries without a row are zero."""
+    """Scatter-add ``[b, s, k, d]`` to the selected rows.
+
+    Entries without a row are zero.
+    """
     chosen = indices[:, :, 0].long().clamp(min=0)
     result = torch.zeros(like.size(0), like.size(1), like.size(3), dtype=torch.float32)
     for batch in range(like.size(0)):

@@ -60,7 +60,10 @@ SIMULATED_MODES = range(7)
 
 
 def _shared(before: str, after: str) -> tuple[Limit, ...]:
-    """Return the limits of forward and backward; ``before`` and ``after`` are the names of band arguments."""
+    """Return the limits of forward and backward.
+
+    ``before`` and ``after`` are the names of band arguments.
+    """
     tensors = ("query", "key", "value")
     return (
         Limit(

@@ -1,4 +1,4 @@
-"""Conditions on the arguments of npu_fusion_attention, which are used by its limits."""
+"""Define conditions on the arguments of npu_fusion_attention for its table of limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout_of(a: SimpleNamespace) -> str:
 
 
 def _ends(value: object) -> list[int]:
-    """Return cumulative lengths (a list, or a tensor in the third version) as a list; empty for None."""
+    """Return cumulative lengths from a list or a tensor as a list, or an empty list for None."""
     return [] if value is None else [int(end) for end in value]  # type: ignore[attr-defined]
 
 
@@ -37,7 +37,10 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (queries, keys) for every sequence; for a dense layout, one entry covers the whole batch."""
+    """Return (queries, keys) for every sequence.
+
+    For a dense layout, one entry covers the whole batch.
+    """
     sizes = sizes_of(a)
     if layout_of(a) != "TND":
         return [(sizes.queries, sizes.keys)]
@@ -89,7 +92,10 @@ def has_not_too_many_sequences(argument: str, a: SimpleNamespace) -> bool:
 
 
 def is_cumulative(argument: str, tokens: str) -> Condition:
-    """Require non-decreasing ends that reach the token count; trailing zeros may omit sequences."""
+    """Require non-decreasing ends that reach the token count.
+
+    Trailing zeros may omit sequences.
+    """
 
     def holds(a: SimpleNamespace) -> bool:
         if layout_of(a) != "TND":
@@ -151,7 +157,9 @@ def mask_covers_prefix(a: SimpleNamespace) -> bool:
 
 
 def mask_shape(a: SimpleNamespace) -> bool:
-    """Require [b or 1, n or 1, sq, skv] or [sq, skv] for full masks; a fixed size for compressed masks."""
+    """Require a full mask of shape [b or 1, n or 1, sq, skv] or [sq, skv], or a compressed mask of fixed
+    size.
+    """
     shape, sizes = tuple(a.atten_mask.shape), sizes_of(a)
     if a.sparse_mode in COMPRESSED_MODES:
         return shape == layouts.COMPRESSED_MASK
@@ -172,7 +180,7 @@ def compressed_content(a: SimpleNamespace) -> bool:
 
 
 def _same_mask(mask: Tensor, wanted: Tensor) -> bool:
-    """Return True if masks are equal; compares eight elements at a time, because every call does this."""
+    """Return True if two masks are equal, comparing eight elements at a time for speed."""
     words = mask.contiguous().view(torch.int64)
     return torch.equal(words, wanted.view(torch.int64)) or torch.equal(mask.bool(), wanted)
 

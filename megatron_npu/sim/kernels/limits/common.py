@@ -1,4 +1,4 @@
-"""Conditions that are shared by the tables of several families."""
+"""Define conditions that several tables of limits share."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def not_decreasing(values: list[int]) -> bool:
-    """Return True if cumulative ends never decrease and start at 0 or above."""
+    """Return True if cumulative ends never decrease and are never negative."""
     return all(first <= second for first, second in pairwise([0, *values]))
