@@ -263,8 +263,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
     if short := writer.count_shorter(cut.length):
         print(
-            f"windows at the ends of documents are shorter than --seq-length {cut.length}: {short}; after "
-            "each of them, samples are no longer aligned with windows"
+            f"number of windows shorter than --seq-length {cut.length}, at the ends of documents: {short}; "
+            "after each of them, samples are no longer aligned with windows"
         )
 
 
