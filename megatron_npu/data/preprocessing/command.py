@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys whose values are tokenized, in each row",
+        help="keys in each row whose values are tokenized",
     )
     add(
         "--hf-dataset",
