@@ -164,7 +164,7 @@ def _is_being_written(folder: Path) -> bool:
 @functools.cache
 def _tell_of_none(folder: Path) -> None:
     print(
-        f"megatron_npu: {folder} has no {NAME}, so that damage to its files may not be "
+        f"megatron_npu: {folder} has no {NAME}, so damage to its files may not be "
         "detected; `megatron-npu checkpoint sum` writes it for a checkpoint that you trust",
         file=sys.stderr,
         flush=True,
@@ -279,7 +279,10 @@ def newest_whole(root: str | Path) -> int | None:
         )
     if passed and rank == 0:
         names = ", ".join(map(str, sorted(passed)))
-        print(f" {root}: damaged and skipped: iterations {names}; loading {iteration}", flush=True)
+        print(
+            f" {root}: skipping the damaged checkpoints of iterations {names}; loading {iteration}",
+            flush=True,
+        )
     return iteration
 
 

@@ -27,7 +27,8 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     place = root / parts[0].name
     if place.exists():
         raise UsageError(
-            f"the folder {place}, which --into names, already exists", remedy="Use another folder."
+            f"--into must name a folder in which {place.name} does not exist yet, but {place} exists",
+            remedy="Use another folder.",
         )
     if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
         raise UsageError(

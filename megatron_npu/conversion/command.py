@@ -166,7 +166,10 @@ def _check(args: Namespace) -> None:
             "without torchrun; any layout can load the result."
         )
     if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
-        raise UsageError("--make-vocab-size-divisible-by and --max-shard-gb must be positive.")
+        raise UsageError(
+            "--make-vocab-size-divisible-by and --max-shard-gb must be positive, but got "
+            f"{args.make_vocab_size_divisible_by} and {args.max_shard_gb:g}. Correct the flag."
+        )
     _check_sizes(args)
     hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
     if args.proof == "logits" and not verify.has_reference():

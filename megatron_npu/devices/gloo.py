@@ -172,7 +172,7 @@ def _require_no_gaps(name: str, tensor: Any) -> None:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != dense:
             raise ValueError(
-                f"{name}: a tensor of shape {list(tensor.shape)} with strides {list(tensor.stride())}; "
+                f"{name} got a tensor of shape {list(tensor.shape)} with strides {list(tensor.stride())}; "
                 "Tensors must be contiguous"  # the words of NCCL's backend
             )
         dense *= size
@@ -267,7 +267,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
         if seen == before and all(asleep for asleep, _ in seen.values()):
             break
         if time.monotonic() > deadline:
-            logger.warning("threads of torch are still running after %g s; the process exits anyway", timeout)
+            logger.warning("torch's threads are still running after %g s; the process exits anyway", timeout)
             return False
     return True
 

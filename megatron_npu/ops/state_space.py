@@ -41,7 +41,7 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
             f"the shapes of b {tuple(b.shape)} and c {tuple(c.shape)} do not match that of x {tuple(x.shape)}"
         )
     if chunk < 1:
-        raise ValueError(f"the chunk has {chunk} steps")
+        raise ValueError(f"chunk must be at least 1, but got {chunk}")
     return _scan(x, dt, decay, b, c, chunk)
 
 

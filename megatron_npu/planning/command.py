@@ -84,9 +84,9 @@ def parser() -> argparse.ArgumentParser:
         "--search",
         action="store_true",
         help=(
-            "search for the model's layout (parallel sizes, micro batch, recomputation, distributed "
-            "optimizer): drop layouts that closed-form estimates show not to fit, and dry-run the fastest "
-            "ones; times are estimates"
+            "search for a layout of the model (parallel sizes, micro batch, recomputation, distributed "
+            "optimizer): exclude layouts by closed-form estimates, dry-run the fastest remaining ones, and "
+            "estimate their times"
         ),
     )
     result.add_argument(
@@ -152,8 +152,8 @@ def require_covered(job: Job, device: str) -> None:
         )
     if device == "cuda" and job.routes_freely:
         raise UsageError(
-            "--device cuda does not support experts without padded capacity, because fake tensors hold no "
-            "token counts",
+            "--device cuda requires experts with a padded capacity, because fake tensors hold no values "
+            "from which the tokens of each expert could be counted",
             remedy="Add --moe-pad-expert-input-to-capacity after --, or use --device npu, where "
             "--expert-imbalance sets the token counts.",
         )

@@ -120,7 +120,7 @@ def _processor() -> tuple[str, ...]:
 def _require_executable(recipe: Recipe, folder: int) -> None:
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise UsageError(
-            f"{recipe.folder} is on a file system that is mounted noexec, so that no library can be loaded "
+            f"{recipe.folder} is on a file system that is mounted noexec, so no library can be loaded "
             "from it",
             remedy=recipe.remedy(_ANOTHER),
         )

@@ -101,7 +101,7 @@ def require_own_path(folder: Path, remedy: str) -> None:
         if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
             raise UsageError(
                 f"code is loaded from {folder}, but other users can replace this folder, because they can "
-                f"write to {parent}; only this user may have write access there",
+                f"write to {parent}, which must be writable only by this user",
                 remedy=remedy,
             )
 
@@ -134,7 +134,7 @@ def _require_own(path: Path, descriptor: int, remedy: str) -> None:
     else:
         return
     raise UsageError(
-        f"{path} {wrong}; code is loaded from it, so that only this user may be able to write to it",
+        f"{path} {wrong}; code is loaded from it, so it must be writable only by this user",
         remedy=remedy,
     )
 

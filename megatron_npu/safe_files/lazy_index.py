@@ -92,8 +92,7 @@ def _as_mapped(path: Path) -> bytes:
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
         raise UsageError(
-            f"{path} has {len(raw)} bytes, but its header alone has {HEADER.size}, so that it seems "
-            "truncated",
+            f"{path} has {len(raw)} bytes, but its header alone has {HEADER.size}, so it seems truncated",
             remedy=_REMEDY,
         )
     _, version, code, itemsize, sequences, sizes, boundaries = HEADER.unpack_from(raw)
@@ -111,7 +110,7 @@ def _as_mapped(path: Path) -> bytes:
         )
     expected = HEADER.size + 8 * (3 * sequences + 2 + boundaries)
     if len(raw) != expected:
-        state = ", so that it seems truncated" if len(raw) < expected else ""
+        state = ", so it seems truncated" if len(raw) < expected else ""
         raise UsageError(
             f"{path} must have {expected} bytes for its {sequences} sequences, but has {len(raw)}{state}",
             remedy=_REMEDY,

@@ -46,7 +46,7 @@ class _StateUnpickler(DataUnpickler):
             UnpicklingError: ``made`` is something else.
         """
         if type(made).__module__ != MODULE or type(made).__name__ not in _STATE:
-            raise pickle.UnpicklingError(f"it changes {type(made).__name__}")
+            raise pickle.UnpicklingError(f"it sets the state of a {type(made).__name__}")
 
 
 def __getattr__(name: str) -> Any:

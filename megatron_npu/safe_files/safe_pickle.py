@@ -38,7 +38,7 @@ class _ArrayUnpickler(DataUnpickler):
             UnpicklingError: ``made`` is something else.
         """
         if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
-            raise pickle.UnpicklingError(f"it changes {type(made).__name__}")
+            raise pickle.UnpicklingError(f"it sets the state of a {type(made).__name__}")
 
 
 def __getattr__(name: str) -> Any:

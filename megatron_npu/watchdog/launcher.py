@@ -62,7 +62,7 @@ def meeting() -> Iterator[None]:
         if "EADDRINUSE" in str(error):
             raise UsageError(
                 f"MASTER_PORT {os.environ.get('MASTER_PORT')} is in use by another program on this machine; "
-                "the ranks meet at a free port of the first machine",
+                "the ranks need a free port of the first machine",
                 remedy="Export another MASTER_PORT for all ranks.",
             ) from None
         launcher = elastic_agent.find()

@@ -165,7 +165,7 @@ class Rank:
         asked = self._board.asking()
         if asked != self._rank:
             print(
-                f"megatron_npu: rank {self._rank}, when rank {asked} was asked:",
+                f"megatron_npu: stacks of rank {self._rank}, requested by a signal to rank {asked}:",
                 file=sys.stderr,
                 flush=True,
             )

@@ -114,7 +114,7 @@ def test_the_rank_that_is_missed_is_named(
         line = {"deadlock": "wait_for_ever", "stuck_save": "write_in_vain"}.get(scenario, "<lambda>")
         assert f":{line}" in found[0][1] or f"in {line}" in found[0][1]  # where that one stands
     if scenario == "deadlock":
-        assert "rank 0, when rank 1 was asked:\n" in found[0][1]
+        assert "stacks of rank 0, requested by a signal to rank 1:\n" in found[0][1]
         assert "in wait_for_ever" in found[1][1].partition("rank 1 exits:")[0]  # its own, printed at once
     if scenario == "error":
         assert "ValueError: bad luck" in found[1][1]

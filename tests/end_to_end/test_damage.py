@@ -103,7 +103,7 @@ def test_the_newest_whole_one_is_loaded_on_demand(
     run = ["pretrain", *flags("--load", trained, "--save", trained, "--load-last-good")]
     assert cli.main(run) == 0
     out = capsys.readouterr().out
-    assert "damaged and skipped: iterations 4, 6; loading 2" in out
+    assert "damaged checkpoints of iterations 4, 6; loading 2" in out
     assert "resuming from iteration 2" in out
     assert checksums.damaged(trained / "iter_0000006") == []
 

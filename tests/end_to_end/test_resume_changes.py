@@ -1,4 +1,4 @@
-"""A run that goes on with other flags: row by row, what docs/how-to/resume.md says of each."""
+"""A run that goes on with other flags: row by row, what docs/reference/resume.md says of each."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_what_needs_other_files_is_said(begun, tmp_path, line):
 
 
 def test_the_page_has_a_row_for_each_flag():
-    page = (ROOT / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "resume.md").read_text(encoding="utf-8")
     for row in resume_changes.FLAGS:
         cells = [line for line in page.splitlines() if line.startswith("|") and row.flag in line]
         assert any(f"| {row.effect} |" in line for line in cells), row.flag

@@ -67,7 +67,7 @@ def test_training_goes_on_from_files_of_ranks(source, tmp_path, flags, refused, 
     (tmp_path / "torch" / "latest_checkpointed_iteration.txt").write_text("5")
     capsys.readouterr()
     ours("pretrain", *line, "--finetune", "--load-last-good", "--no-plot")
-    assert "damaged and skipped: iterations 5; loading 3" in capsys.readouterr().out
+    assert "damaged checkpoints of iterations 5; loading 3" in capsys.readouterr().out
 
 
 def test_models_and_sizes_that_285068c8_does_not_have(source, tmp_path, refused, monkeypatch, capsys):

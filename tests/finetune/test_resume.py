@@ -258,7 +258,7 @@ def test_another_length_of_samples_is_said() -> None:
 
 
 def test_the_page_has_a_row_for_each_flag() -> None:
-    page = (ROOT / "docs" / "how-to" / "resume.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "resume.md").read_text(encoding="utf-8")
     page = page[page.index("## `megatron-npu train`") :]
     tested = {row[0].split()[0] for row in ROWS} | {"--max-length"}
     for row in resume_changes.FLAGS:

@@ -109,7 +109,7 @@ def test_a_data_set_may_be_named_alone() -> None:
         (f"--user-script {SLOW} --save-interval 3", "--save-interval requires --save"),
         (
             f"--user-script {SLOW} --epochs 1 --global-batch-size 16",
-            "8 training samples, but --global-batch-size",
+            "has 8 samples, but it must have at least --global-batch-size",
         ),
         (f"--user-script {SLOW}", "neither --epochs nor --train-iters"),
         (

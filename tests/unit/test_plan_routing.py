@@ -62,7 +62,7 @@ def test_a_router_chooses_as_said_but_where_its_capacity_is_padded(monkeypatch: 
 
 def test_what_fake_tensors_do_not_cover_is_refused() -> None:
     words = "--num-experts 4 --micro-batch-size 1".split()
-    with pytest.raises(UsageError, match="--device cuda does not support experts without padded capacity"):
+    with pytest.raises(UsageError, match="--device cuda requires experts with a padded capacity"):
         command.require_covered(Job.of(2, ["pretrain", *words]), "cuda")
     command.require_covered(Job.of(2, ["pretrain", *words]), "npu")
     padded = [*words, "--moe-pad-expert-input-to-capacity"]

@@ -157,9 +157,9 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
             return []
     if not hasattr(theirs, "backend_tokenizer"):
         raise UsageError(
-            f"{folder}: transformers has no tokenizer.json for a {type(theirs).__name__}; only tokenizers "
-            "of the tokenizers library can be converted. Pass --tokenizer-type NullTokenizer to convert "
-            "without a tokenizer."
+            f"the tokenizer in {folder}, a {type(theirs).__name__}, cannot be converted to a tokenizer.json; "
+            "only fast tokenizers (of the package tokenizers) are supported. Pass --tokenizer-type "
+            "NullTokenizer to convert without a tokenizer."
         )
     files.write(path, theirs.backend_tokenizer.to_str(pretty=True))
     if why is None:

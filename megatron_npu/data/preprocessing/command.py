@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys whose values are tokenized, in each row",
+        help="keys in each row whose values are tokenized",
     )
     add(
         "--hf-dataset",
@@ -265,8 +265,8 @@ def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
 def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
     if short := writer.count_shorter(cut.length):
         print(
-            f"windows at the ends of documents are shorter than --seq-length {cut.length}: {short}; after "
-            "each of them, samples are no longer aligned with windows"
+            f"number of windows shorter than --seq-length {cut.length}, at the ends of documents: {short}; "
+            "after each of them, samples are no longer aligned with windows"
         )
 
 

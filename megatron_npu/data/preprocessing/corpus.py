@@ -72,9 +72,10 @@ def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
             exist.
     """
     if (arguments.input is None) == (arguments.hf_dataset is None):
-        given = "neither" if arguments.input is None else "both"
+        word, link = ("neither", "nor") if arguments.input is None else ("both", "and")
+        given = f"{word} --input {link} --hf-dataset"
         raise UsageError(
-            f"{given} --input and --hf-dataset were given, but exactly one of the two is required. Pass "
+            f"{given} were given, but exactly one of the two is required. Pass "
             "either --input or --hf-dataset."
         )
     if arguments.hf_dataset is not None:

@@ -311,7 +311,9 @@ def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) ->
 
 def _require_probability(flag: str, value: float) -> None:
     if not 0 < value < 1:
-        raise UsageError(f"{flag} must be a number between 0 and 1, but got {value}.")
+        raise UsageError(
+            f"{flag} must be a number between 0 and 1, but got {value}. Pass, for example, 0.15."
+        )
 
 
 def _asked(sample: dict[str, Tensor]) -> Tensor:

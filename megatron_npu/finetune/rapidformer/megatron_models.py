@@ -296,7 +296,7 @@ class _Counts:
         if isinstance(labels, tuple):
             raise UsageError(
                 f"{type(self._template).__name__}.label_counts must return one number, because Megatron "
-                f"models have a single loss, but it returned {len(labels)}."
+                f"models have a single loss, but it returned {len(labels)}. Return one number."
             )
         self._labels += labels
         return batch

@@ -86,7 +86,7 @@ class Template:
             raise UsageError(
                 f"{type(self).__name__} must be created with a RapidformerEngine, which its __init__ passes "
                 "on with super().__init__(engine=engine), but got "
-                f"{'no engine' if engine is None else type(engine).__name__}. Create it as in "
+                f"{'no engine' if engine is None else type(engine).__name__}. Write, for example, "
                 "MyTrainer(engine=RapidformerEngine())."
             )
         self.engine.used = True
@@ -108,8 +108,8 @@ class Template:
         loader = self.engine.loader(data.train, data.collate_fn, shuffle=shuffle, whole=steps)
         if not len(loader):
             raise UsageError(
-                f"there are only {len(data.train)} training samples, but --global-batch-size "
-                f"{args.global_batch_size} requires at least one global batch. Lower --global-batch-size, "
+                f"the training data has {len(data.train)} samples, but it must have at least "
+                f"--global-batch-size {args.global_batch_size}, one global batch. Lower --global-batch-size, "
                 "or provide more data."
             )
         return loader

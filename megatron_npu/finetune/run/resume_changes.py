@@ -1,6 +1,6 @@
 """Describe differences between a fine-tuning run and the checkpoint from which it resumes.
 
-The table is used by the log, by docs/how-to/resume.md and by the tests. Changes that are rejected are
+The table is used by the log, by docs/reference/resume.md and by the tests. Changes that are rejected are
 reported by ``checkpoint.load``.
 """
 

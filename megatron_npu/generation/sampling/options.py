@@ -51,7 +51,7 @@ class Options:
             ("--seed", self.seed, 0 <= self.seed < 1 << 62, "an integer from 0 to 2^62"),
         ):
             if not fits:
-                raise UsageError(f"{flag} must be {expected}, but got {value}.")
+                raise UsageError(f"{flag} must be {expected}, but got {value}. Correct the value.")
 
     @property
     def greedy(self) -> bool:

@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
         return cached_library.load(_recipe())
     except UsageError as error:
         report_fallback("compiled kernels", error.given, does="are not used", remedy=error.remedy)
-        _logger.warning("To use the compiled kernels: %s.", error.remedy)
+        _logger.warning("how to use the compiled kernels: %s", error.remedy)
         return None
 
 

@@ -52,8 +52,8 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 def _receive(operations: list[Any], caller: FrameType) -> None:
     if getattr(caller.f_locals.get("config"), "mtp_standalone", False):
         raise UsageError(
-            "a pipeline stage has multi-token prediction without the loss, so that plan cannot know the "
-            "shapes that the stages before and after it send",
+            "a pipeline stage has multi-token prediction layers but not the loss, so `plan` cannot "
+            "determine the shapes that the neighboring stages send",
             remedy="Put both into one stage, such as mL at the end of --pipeline-model-parallel-layout.",
         )
     shape = torch.tensor(tuple(caller.f_locals["tensor_shape"]))

@@ -80,7 +80,7 @@ class WandbRun:
                 call(*args, **kwargs)
         except Exception as error:  # of its own kinds: its service has ended, its disk is full
             if not self._failed:
-                print(f" Weights & Biases failed; the run goes on without it: {_words(error)}", flush=True)
+                print(f" Weights & Biases failed; the run continues without it: {_words(error)}", flush=True)
             self._failed = True
 
     @contextlib.contextmanager
@@ -129,8 +129,8 @@ def _tell_of_server() -> None:
             continue
         if wrong := files.others(path) or files.others(path.parent):
             raise UsageError(
-                f"--wandb-project reads {path} in {Path.cwd()}, which {wrong}; only this user may be able "
-                "to write the settings, because they can send the account's key to another server",
+                f"--wandb-project reads {path} in {Path.cwd()}, which {wrong}; the settings must be "
+                "writable only by this user, because they can send the account's key to another server",
                 remedy="Work in another directory, remove the file, or run chmod go-w on it and its folder.",
             )
         for line in files.lines(path):

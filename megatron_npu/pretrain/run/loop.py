@@ -306,7 +306,7 @@ class Trainer:
     def _report_skipped_update(self) -> None:
         scale = self.state.optimizer.get_loss_scale().item()
         self.log.say(
-            f" iteration {self.position.iteration + 1}: the gradient overflowed, so that the "
+            f" iteration {self.position.iteration + 1}: the gradient overflowed, so the "
             f"update is skipped and the loss scale is now {scale:g}"
         )
 

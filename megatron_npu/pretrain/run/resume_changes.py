@@ -1,6 +1,6 @@
 """Describe differences between a run and the checkpoint from which it resumes, with their effects.
 
-All of them are listed in a single table, which is used by the log, docs/how-to/resume.md and the tests.
+All of them are listed in a single table, which is used by the log, docs/reference/resume.md and the tests.
 Changes that are rejected are reported by the checks (``checkpoint_compatibility``) and listed only on the
 page.
 """

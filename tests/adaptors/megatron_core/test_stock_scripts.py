@@ -98,7 +98,7 @@ def test_it_goes_on_from_its_checkpoint(tree: Path, tmp_path: Path, single) -> N
         in refused.stderr.splitlines()[-1]
     )
     older = pretrain(tree, tmp_path, "--load", str(tmp_path / "checkpoint"), "--load-last-good")
-    assert "damaged and skipped: iterations 6; loading 4" in older.stdout
+    assert "damaged checkpoints of iterations 6; loading 4" in older.stdout
     assert norms(older) == norms(rest)
 
 

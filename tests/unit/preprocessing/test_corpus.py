@@ -88,5 +88,5 @@ def test_what_is_no_text(tmp_path: Path, preprocess: Run, name: str, message: st
 
 
 def test_input_or_a_dataset_of_hugging_face(tiny: Vocabulary, preprocess: Run, books: Path) -> None:
-    with pytest.raises(UsageError, match="both --input and --hf-dataset"):
+    with pytest.raises(UsageError, match="both --input and --hf-dataset were given"):
         preprocess(books, flags=["--hf-dataset", "x"])

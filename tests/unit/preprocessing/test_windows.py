@@ -48,7 +48,7 @@ def test_windows_of_a_dataset(
     expected = [tokenizer.decode(ids[start : start + 16]) for start in starts]
     assert texts(prefix, tokenizer) == [*expected, "rose<|endoftext|>"]
     assert indexed_dataset.validate(prefix).documents == len(starts) + 1
-    assert "windows at the ends of documents are shorter than --seq-length 16: 1;" in capsys.readouterr().out
+    assert "shorter than --seq-length 16, at the ends of documents: 1;" in capsys.readouterr().out
     again = preprocess(*files, prefix="again", flags=[*flags, "--workers", "2"])
     assert again.with_suffix(".bin").read_bytes() == prefix.with_suffix(".bin").read_bytes()
 

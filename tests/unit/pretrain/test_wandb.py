@@ -209,7 +209,7 @@ def test_a_run_outlives_the_packages_service(flags, tmp_path):
         finally:
             process.kill()
     told = (tmp_path / "said").read_text()
-    assert told.count("Weights & Biases failed; the run goes on without it: ") == 1
+    assert told.count("Weights & Biases failed; the run continues without it: ") == 1
     assert "Traceback" not in told
     assert json.loads((tmp_path / "summary.json").read_text())["ended_by"] == "signal"
 
@@ -231,7 +231,7 @@ def test_a_service_that_does_not_answer_is_killed(train, wandb, tmp_path, capsys
     monkeypatch.setattr(wandb_run, "_GRACE", 0.2)
     assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
     assert services[0].returncode == -signal.SIGKILL
-    assert capsys.readouterr().out.count("the run goes on without it: ConnectionResetError") == 1
+    assert capsys.readouterr().out.count("the run continues without it: ConnectionResetError") == 1
 
 
 def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, monkeypatch):
@@ -242,4 +242,4 @@ def test_a_run_outlives_a_package_that_fails(train, wandb, tmp_path, capsys, mon
     monkeypatch.setattr(wandb, "finish", fail)
     assert train(*WORDS, "--save", tmp_path).ended_by == "iterations"
     told = capsys.readouterr().out
-    assert told.count("Weights & Biases failed; the run goes on without it: BrokenPipeError") == 1
+    assert told.count("Weights & Biases failed; the run continues without it: BrokenPipeError") == 1

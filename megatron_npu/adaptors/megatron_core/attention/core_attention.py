@@ -172,7 +172,8 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
         return False
     if self.config.context_parallel_size > 1:
         raise NotImplementedError(
-            f"context parallelism is not supported if {reason}, because upstream's forward would ignore it"
+            f"context parallelism cannot be used here, because {reason}, for which only upstream's attention "
+            "is available, and that attention would ignore context parallelism"
         )
     report_fallback("attention", reason)
     return True

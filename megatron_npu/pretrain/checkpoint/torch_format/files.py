@@ -79,7 +79,9 @@ def ranks(path: Path) -> RankFiles:
     tensor, pipeline = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     if missing := sorted(wanted - paths.keys()):
-        raise _incomplete(path, f"no file for tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
+        raise _incomplete(
+            path, f"it has no file for tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}"
+        )
     return RankFiles(tensor, pipeline, paths)
 
 

@@ -112,7 +112,7 @@ def _balance(args: Namespace) -> None:
     for kind, weight in zip(kinds, weights, strict=True):
         if kind in ("sinkhorn", "none") and (weight or len(kinds) > 1):
             raise UsageError(
-                f"--moe-router-load-balancing-type {kind} has no balancing loss, so that its "
+                f"--moe-router-load-balancing-type {kind} has no balancing loss, so its "
                 "--moe-aux-loss-coeff must be 0 and no other type may be named, but got the weight "
                 f"{weight:g}",
                 remedy="Change one of the two flags.",

@@ -219,8 +219,8 @@ def _choose_whole(args: Namespace) -> None:
     passed = [number for number in there if number > (args.ckpt_step or 0)]
     if passed and args.rank == 0:
         print(
-            f" {args.load}: damaged and skipped: iterations {', '.join(map(str, passed))}; loading "
-            f"{args.ckpt_step}",
+            f" {args.load}: skipping the damaged checkpoints of iterations "
+            f"{', '.join(map(str, passed))}; loading {args.ckpt_step}",
             flush=True,
         )
 

@@ -29,9 +29,9 @@ python tests/adaptors/megatron_core/run_upstream_tests.py --page
 A run compares its results with the baseline. It lists the tests that passed when the baseline was recorded
 and fail now (`REGRESSION`), and the tests that fail without an explanation and are not in the baseline
 (`new failure`); in both cases the exit code is 1. `--record` writes a new baseline, and `--resume --scratch
-FOLDER` continues an interrupted run. Versions on the [versions page](../how-to/megatron-core.md) that are
-not recorded here can also be run, but their failures have not been examined. The checkouts come from
-`scripts/get_megatron.sh`; nothing is written into them.
+FOLDER` continues an interrupted run. Versions on the [versions
+page](../reference/versions.md#megatron-core) that are not recorded here can also be run, but their failures
+have not been examined. The checkouts come from `scripts/get_megatron.sh`; nothing is written into them.
 
 ```bash
 python tests/adaptors/megatron_core/run_upstream_tests.py CHECKOUT --device cpu --record
