@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.base import files
+from megatron_npu.base import files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
 from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.data.tokenization import flags as tokenizer_flags
-from megatron_npu.devices import malloc
 from megatron_npu.pretrain.run import host_memory, initialize
 
 _SIDES = ("hf", "megatron")
