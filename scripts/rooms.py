@@ -43,7 +43,10 @@ class Room:
 
 
 ROOMS = (
-    Room("base/", "errors, settings, files, and the parser shared by all commands"),
+    Room(
+        "base/",
+        "errors, settings, files, the parser shared by all commands, and how malloc treats freed memory",
+    ),
     Room("process/", "the process itself: signals, stacks, its end, what its children inherit", "base"),
     Room(
         "patching/", "records, import hook, pins, ledger; knows neither Megatron nor the rest of this project"

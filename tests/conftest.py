@@ -18,6 +18,7 @@ import hypothesis
 import psutil
 import pytest
 
+from megatron_npu.base import malloc
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
 from tests.support import bytecode, held_rows, skipped, warm
@@ -49,6 +50,9 @@ for _name in [*os.environ]:
     if _name.startswith("TORCHELASTIC_") or _name in (*_LAUNCHERS, "PYTHONUNBUFFERED", "PYTHONWARNINGS"):
         del os.environ[_name]
 os.environ.setdefault("OMP_PROC_BIND", "false")  # on a quiet machine ranks would be bound to cores
+# The reference of a long attention has tensors of 70 MB. The C library would map each of them and have its
+# pages cleared: a third of the time of the operations' tests.
+malloc.keep_freed_memory()
 # both named in the environment before workers start
 bytecode.keep(ROOT / ".pytest_cache" / "bytecode")
 warm.home()

@@ -142,7 +142,7 @@ CPU_DEVICES = Variable(
 KEEP_MEMORY = Variable(
     "MEGATRON_NPU_KEEP_MEMORY",
     "1",
-    "On a cpu: keep freed memory for later tensors instead of returning it to the system.",
+    "Keep freed memory for later tensors, on a cpu and on simulated NPUs, instead of returning it.",
     ("0", "1"),
 )
 COMPILED = Variable(

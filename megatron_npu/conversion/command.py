@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.base import files
+from megatron_npu.base import files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
+from megatron_npu.conversion.request import Request
 from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.data.tokenization import flags as tokenizer_flags
-from megatron_npu.devices import malloc
 from megatron_npu.pretrain.run import host_memory, initialize
 
 _SIDES = ("hf", "megatron")
@@ -111,16 +110,16 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the model cannot be converted, or verification fails; nothing is written.
     """
-    args = parser().parse_args(argv)
-    _check(args)
+    request = Request.of(parser().parse_args(argv))
+    _check(request)
     initialize.silence_known_warnings()
     _give_memory_back()
     plugin.install()
-    convert = to_megatron.convert if args.target == "megatron" else to_hf.convert
-    with files.new_folder(args.destination) as part, _enough_memory(args.source):
-        for line in convert(args, part):
+    convert = to_megatron.convert if request.target == "megatron" else to_hf.convert
+    with files.new_folder(request.destination) as part, _enough_memory(request.source):
+        for line in convert(request, part):
             print(line, flush=True)
-    print(f"wrote {args.destination}")
+    print(f"wrote {request.destination}")
     return 0
 
 
@@ -153,36 +152,36 @@ def _enough_memory(source: str) -> Iterator[None]:
         ) from error
 
 
-def _check(args: Namespace) -> None:
+def _check(request: Request) -> None:
     """Check the flags as far as possible without reading files."""
-    if args.origin == args.target:
+    if request.origin == request.target:
         raise UsageError(
-            f"--from and --to must be different formats, but got --from {args.origin} --to {args.target}. "
-            "Change one of them."
+            f"--from and --to must be different formats, but got --from {request.origin} --to "
+            f"{request.target}. Change one of them."
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "megatron-npu convert must run in a single process, but it was started in several. Start it "
             "without torchrun; any layout can load the result."
         )
-    if args.make_vocab_size_divisible_by < 1 or args.max_shard_gb <= 0:
+    if request.make_vocab_size_divisible_by < 1 or request.max_shard_gb <= 0:
         raise UsageError(
             "--make-vocab-size-divisible-by and --max-shard-gb must be positive, but got "
-            f"{args.make_vocab_size_divisible_by} and {args.max_shard_gb:g}. Correct the flag."
+            f"{request.make_vocab_size_divisible_by} and {request.max_shard_gb:g}. Correct the flag."
         )
-    _check_sizes(args)
-    hf_files.require("safetensors", *(["huggingface_hub"] if args.target == "hf" else []))
-    if args.proof == "logits" and not verify.has_reference():
+    _check_sizes(request)
+    hf_files.require("safetensors", *(["huggingface_hub"] if request.target == "hf" else []))
+    if request.proof == "logits" and not verify.has_reference():
         raise UsageError(
             "--proof logits requires the package transformers, which is not installed. Install it: pip "
             'install "megatron_npu[hf]"'
         )
-    _require_new(Path(args.destination))
+    _require_new(Path(request.destination))
 
 
-def _check_sizes(args: Namespace) -> None:
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    if (args.ckpt_format != "torch" or args.target != "megatron") and sizes != (1, 1):
+def _check_sizes(request: Request) -> None:
+    sizes = request.sizes
+    if (request.ckpt_format != "torch" or request.target != "megatron") and sizes != (1, 1):
         raise UsageError(
             f"parallel sizes (here tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}) can be used "
             "only with --to megatron --ckpt-format torch. Remove them; any layout can load the result."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_gpt2, hf_llama, hf_moe, unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.family import Family, traits_of
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 FAMILIES: dict[str, Family] = {
     family.MODEL_TYPE: family for family in (*hf_gpt2.KINDS, *hf_llama.KINDS, *hf_moe.KINDS)
@@ -33,7 +32,7 @@ def of_config(config: Config) -> Family:
     return family
 
 
-def of_arguments(args: Namespace, before: str | None = None) -> Family:
+def of_arguments(args: Flags, before: str | None = None) -> Family:
     """Return the model family that can represent a checkpoint of the built-in trainer.
 
     The details are checked later by ``Family.config``.
@@ -60,7 +59,7 @@ def of_arguments(args: Namespace, before: str | None = None) -> Family:
     return claiming[0]
 
 
-def _holds(family: Family, args: Namespace) -> bool:
+def _holds(family: Family, args: Flags) -> bool:
     try:
         family.config(args)
     except UsageError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
 from megatron_npu.conversion.weight_map import WeightMapping
 from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # what tells families apart, by the flag that a checkpoint was trained with
 POSITIONS = "--position-embedding-type"  # other than those that are rotated
@@ -26,7 +26,7 @@ EXPERTS = "--num-experts"
 SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 
 
-def traits_of(args: Namespace) -> frozenset[str]:
+def traits_of(args: Flags) -> frozenset[str]:
     """Return the traits of a built-in trainer's checkpoint."""
     experts = args.num_experts is not None
     windows = unsupported.windows(args)
@@ -63,7 +63,7 @@ class Family(ABC):
         """Traits that only some models of the family have."""
         return frozenset()
 
-    def claims(self, args: Namespace) -> bool:
+    def claims(self, args: Flags) -> bool:
         """Return True if a trainer's checkpoint has the traits of this family and no others.
 
         No two families claim the same checkpoint, because their traits differ.
@@ -80,7 +80,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def config(self, args: Namespace) -> dict[str, Any]:
+    def config(self, args: Flags) -> dict[str, Any]:
         """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
@@ -88,7 +88,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+    def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
         """Yield the mapping of every parameter between the two formats."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Family(ABC):
         """Map the tensor names in the files to the names in the weight map."""
 
     @abstractmethod
-    def tied_weights(self, args: Namespace) -> dict[str, str]:
+    def tied_weights(self, args: Flags) -> dict[str, str]:
         """Map each tied tensor that files may contain to the tensor to which it is tied."""
 
     @abstractmethod

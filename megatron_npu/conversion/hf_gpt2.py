@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron_npu.conversion.weight_map import (
     padded_vocabulary,
     transposed,
 )
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # The tanh form has three names (they differ in rounding alone); it is what the fused bias and GELU compute.
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -70,7 +70,7 @@ class Gpt2(Family):
         config.finish()
         return [word for flag, value in result.items() for word in (flag, str(value))] + switches
 
-    def config(self, args: Namespace) -> dict[str, Any]:
+    def config(self, args: Flags) -> dict[str, Any]:
         """Return the ``config.json`` of the model that the flags describe.
 
         Raises:
@@ -107,7 +107,7 @@ class Gpt2(Family):
             "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         }
 
-    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+    def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
         """Yield the mapping of every parameter between the two formats."""
         heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
@@ -129,7 +129,7 @@ class Gpt2(Family):
             return {name: name for name in stored}
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
-    def tied_weights(self, args: Namespace) -> dict[str, str]:
+    def tied_weights(self, args: Flags) -> dict[str, str]:
         """Map each tied tensor that files may contain to the tensor to which it is tied."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 

@@ -7,7 +7,6 @@ an attention window or norms for queries and keys. The code is shared by all mod
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,7 @@ from megatron_npu.conversion.weight_map import (
     qkv,
 )
 from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 
@@ -180,7 +180,7 @@ class Kind(Family):
         }
         return frozenset(flag for flag, there in may.items() if there)
 
-    def config(self, args: Namespace) -> dict[str, Any]:
+    def config(self, args: Flags) -> dict[str, Any]:
         """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
 
         Raises:
@@ -206,7 +206,7 @@ class Kind(Family):
             "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
         }
 
-    def _check(self, args: Namespace) -> None:
+    def _check(self, args: Flags) -> None:
         must_be(args, "--normalization", "RMSNorm")
         if args.position_embedding_type not in rotary_flags.ROTATED:
             must_be(args, "--position-embedding-type", "rope")
@@ -236,14 +236,14 @@ class Kind(Family):
                 "was written."
             )
 
-    def _check_qkv_bias(self, args: Namespace) -> None:
+    def _check_qkv_bias(self, args: Flags) -> None:
         if not args.add_bias_linear and not args.add_attention_bias:  # which have that bias, too
             must_be(args, "--add-qkv-bias", self.qkv_bias)
 
-    def _check_experts(self, args: Namespace) -> None:
+    def _check_experts(self, args: Flags) -> None:
         must_be(args, "--num-experts", None)
 
-    def _own_keys(self, args: Namespace) -> dict[str, Any]:
+    def _own_keys(self, args: Flags) -> dict[str, Any]:
         """Return the ``config.json`` keys that only some families have."""
         keys: dict[str, Any] = {}
         usual = args.kv_channels * args.num_attention_heads == args.hidden_size
@@ -259,7 +259,7 @@ class Kind(Family):
 
     # -- tensors --------------------------------------------------------------------------------------------
 
-    def weight_map(self, args: Namespace) -> Iterator[WeightMapping]:
+    def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
         """Yield the mapping of every parameter between the two formats."""
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
@@ -269,13 +269,13 @@ class Kind(Family):
             yield from self._layer(args, number, f"decoder.layers.{number}", f"model.layers.{number}")
         yield direct("decoder.final_layernorm.weight", "model.norm.weight")
 
-    def _layer(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    def _layer(self, args: Flags, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
         yield direct(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
         yield direct(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
         yield from _attention(args, f"{ours}.self_attention", f"{theirs}.self_attn")
         yield from self._mlp(args, number, ours, theirs)
 
-    def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    def _mlp(self, args: Flags, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
         """Yield the mappings of the parameters of a layer's MLP."""
         mlp = f"{theirs}.mlp"
         for kind in _kinds(args.add_bias_linear):
@@ -290,7 +290,7 @@ class Kind(Family):
         return {name: name for name in stored}
 
     @staticmethod
-    def tied_weights(args: Namespace) -> dict[str, str]:
+    def tied_weights(args: Flags) -> dict[str, str]:
         """Map each tied tensor that files may contain to the tensor to which it is tied."""
         if args.untie_embeddings_and_output_weights:
             return {}
@@ -305,7 +305,7 @@ class Kind(Family):
         return _FREQUENCIES.fullmatch(name) is not None and tensor.dim() == 1
 
 
-def _attention(args: Namespace, ours: str, theirs: str) -> Iterator[WeightMapping]:
+def _attention(args: Flags, ours: str, theirs: str) -> Iterator[WeightMapping]:
     heads = Heads(
         args.num_attention_heads, args.num_query_groups, args.kv_channels, bool(args.rotary_interleaved)
     )

@@ -7,7 +7,6 @@ Otherwise, it corresponds to ``--moe-router-pre-softmax``.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from megatron_npu.conversion.hf_llama import Kind
 from megatron_npu.conversion.unsupported import must_be
 from megatron_npu.conversion.weight_map import WeightMapping, concatenated, direct
 from megatron_npu.pretrain.flags.derive import expert_layers
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # What changes the logits and has no key, with the only value that can be converted.
 _ONLY: tuple[tuple[str, object], ...] = (
@@ -131,7 +131,7 @@ class MixtureKind(Kind):
         """Return the traits that only some models of this type have; see ``Family``."""
         return super().optional_traits | ({QKV_BIAS} if self.bias_switch else set())
 
-    def _check_experts(self, args: Namespace) -> None:
+    def _check_experts(self, args: Flags) -> None:
         if args.num_experts is None:
             raise UsageError(
                 f"the checkpoint has no experts, but a {self.MODEL_TYPE} model requires them. Nothing was "
@@ -150,11 +150,11 @@ class MixtureKind(Kind):
         else:
             must_be(args, "--moe-shared-expert-intermediate-size", None)
 
-    def _check_qkv_bias(self, args: Namespace) -> None:
+    def _check_qkv_bias(self, args: Flags) -> None:
         if not self.bias_switch:
             super()._check_qkv_bias(args)
 
-    def _own_keys(self, args: Namespace) -> dict[str, Any]:
+    def _own_keys(self, args: Flags) -> dict[str, Any]:
         keys = super()._own_keys(args) | {
             self.experts_keys[0]: args.num_experts,
             "num_experts_per_tok": args.moe_router_topk,
@@ -176,7 +176,7 @@ class MixtureKind(Kind):
 
     # -- tensors --------------------------------------------------------------------------------------------
 
-    def _mlp(self, args: Namespace, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
+    def _mlp(self, args: Flags, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
         if not expert_layers(args)[number]:
             yield from super()._mlp(args, number, ours, theirs)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from megatron_npu.base import files
 from megatron_npu.pretrain.checkpoint import stock_checkpoints
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.checkpoint.checkpoint_files import RELEASE
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 NAME = "README.md"
 _MODEL = """
@@ -35,9 +35,7 @@ _LOSSES = {
 }
 
 
-def write(
-    folder: Path, found: CheckpointInfo, args: Namespace, values: Mapping[str, Any], dtype: str
-) -> None:
+def write(folder: Path, found: CheckpointInfo, args: Flags, values: Mapping[str, Any], dtype: str) -> None:
     """Write the model card.
 
     Args:
@@ -75,7 +73,7 @@ def _table(values: Mapping[str, Any]) -> list[str]:
     return ["| flag | value |", "|---|---|", *rows]
 
 
-def _training(found: CheckpointInfo, args: Namespace) -> Iterator[str]:
+def _training(found: CheckpointInfo, args: Flags) -> Iterator[str]:
     flags = found.arguments if found.is_own else stock_checkpoints.flags_of(found.path)
     if found.path.name == RELEASE or flags.get("lr") is None:
         yield "The checkpoint does not say how it was trained."
@@ -113,7 +111,7 @@ def _losses(found: CheckpointInfo) -> dict[str, float]:
         return {}
 
 
-def _use(args: Namespace) -> Iterator[str]:
+def _use(args: Flags) -> Iterator[str]:
     yield "```python"
     if args.tokenizer_type == "NullTokenizer":
         yield ("from transformers import AutoModelForCausalLM  # no tokenizer: texts are token ids")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shlex
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron_npu.conversion import carried_files, families, verify, weights
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.family import POSITIONS, Family
+from megatron_npu.conversion.request import Request
 from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
@@ -35,13 +35,13 @@ from megatron_npu.pretrain.run import host_memory, initialize
 FLAGS = "flags.txt"
 
 
-def convert(given: Namespace, part: Path) -> Iterator[str]:
+def convert(request: Request, part: Path) -> Iterator[str]:
     """Write the checkpoint to ``part`` and yield log lines."""
-    source, final = Path(given.source), Path(given.destination).absolute()
+    source, final = Path(request.source), Path(request.destination).absolute()
     configuration = Config(read(source), source / CONFIG)
     family = families.of_config(configuration)
     vocabulary = configuration.number("vocab_size")
-    multiple = given.make_vocab_size_divisible_by * given.tensor_model_parallel_size
+    multiple = request.make_vocab_size_divisible_by * request.tensor_model_parallel_size
     model_flags = [
         *family.flags(configuration),
         *("--make-vocab-size-divisible-by", str(multiple)),
@@ -49,28 +49,28 @@ def convert(given: Namespace, part: Path) -> Iterator[str]:
     hf_folder = part / checkpoint_files.HF_FOLDER
     carried_files.copy(source, hf_folder)
     tokenizer = tokenizer_files.choose(
-        source, hf_folder, vocabulary, kind=_tokenizer_kind(given, source, family), end=given.eos_token
+        source, hf_folder, vocabulary, kind=_tokenizer_kind(request, source, family), end=request.eos_token
     )
     args = _arguments(part, [*model_flags, *tokenizer.flags])
     found = weights.open_folder(source, family)
     weights.check_names(found, family, args)
-    dtype = given.dtype or weights.common_dtype(found, family.weight_map(args))
+    dtype = request.dtype or weights.common_dtype(found, family.weight_map(args))
     args = args.changed(bf16=dtype == "bf16", fp16=dtype == "fp16")
     needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
     host_memory.require(needed, f"the conversion of {source}")
-    if given.ckpt_format == "torch":
-        _save_for_ranks(given, args, family, found, part, final)
+    if request.ckpt_format == "torch":
+        _save_for_ranks(request, args, family, found, part, final)
     else:
         _save(args, family, found, part, final)
-    if given.ckpt_format == "torch" and torch_format.is_of_285068c8(args):
-        words = torch_format.flags(_moved(args, part, final), *_sizes(given))
+    if request.ckpt_format == "torch" and torch_format.is_of_285068c8(args):
+        words = torch_format.flags(_moved(args, part, final), *request.sizes)
     else:
         precision = [f"--{dtype}"] if dtype != "fp32" else []
         moved = [word.replace(str(part), str(final)) for word in tokenizer.flags]
-        words = [*model_flags, *moved, *precision, *_layout_flags(given)]
+        words = [*model_flags, *moved, *precision, *_layout_flags(request)]
     line = _for_a_shell(words)
     files.write(part / FLAGS, line + "\n")
-    yield from verify.told(given, part, source, family, args, dtype)
+    yield from verify.told(request, part, source, family, args, dtype)
     yield from tokenizer.said
     yield f"{args.tokenizer_type}; vocabulary {vocabulary}, padded to {args.padded_vocab_size}"
     yield f"the flags of the model, which are also in {FLAGS}: {line}"
@@ -89,11 +89,11 @@ def _for_a_shell(words: list[str]) -> str:
     return " ".join(word if word and set(word) <= set("[],01") else shlex.quote(word) for word in words)
 
 
-def _tokenizer_kind(given: Namespace, source: Path, family: Family) -> str | None:
+def _tokenizer_kind(request: Request, source: Path, family: Family) -> str | None:
     """Return the requested tokenizer type. For 285068c8, which can load GPT-2, the default is GPT-2's BPE."""
     both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
-    of_285068c8 = given.ckpt_format == "torch" and POSITIONS in family.traits
-    return given.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
+    of_285068c8 = request.ckpt_format == "torch" and POSITIONS in family.traits
+    return request.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
 
 
 def _arguments(place: Path, flags: list[str]) -> Flags:
@@ -103,9 +103,9 @@ def _arguments(place: Path, flags: list[str]) -> Flags:
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
-def _filled(args: Namespace, family: Family, found: weights.Weights) -> torch.nn.Module:
+def _filled(args: Flags, family: Family, found: weights.Weights) -> torch.nn.Module:
     """Return the model in host memory, filled with the weights from the files."""
-    config = model.transformer_config(Namespace(**{**vars(args), "use_cpu_initialization": True}))
+    config = model.transformer_config(args.changed(use_cpu_initialization=True))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
     weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
@@ -127,16 +127,12 @@ def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final
     gc.collect()  # modules know each other, so that nothing else frees them
 
 
-def _sizes(given: Namespace) -> tuple[int, int]:
-    return given.tensor_model_parallel_size, given.pipeline_model_parallel_size
-
-
-def _layout_flags(given: Namespace) -> list[str]:
+def _layout_flags(request: Request) -> list[str]:
     """Return the layout flags of the per-rank files, to append to the model's flags."""
-    if given.ckpt_format != "torch":
+    if request.ckpt_format != "torch":
         return []
-    tensor, pipeline = map(str, _sizes(given))
-    multiple = str(given.make_vocab_size_divisible_by)  # which scripts multiply by the first
+    tensor, pipeline = map(str, request.sizes)
+    multiple = str(request.make_vocab_size_divisible_by)  # which scripts multiply by the first
     return [
         *("--make-vocab-size-divisible-by", multiple),
         *("--tensor-model-parallel-size", tensor),
@@ -152,13 +148,13 @@ def _moved(args: Flags, part: Path, final: Path) -> Flags:
 
 
 def _save_for_ranks(
-    given: Namespace, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
+    request: Request, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
 ) -> None:
     """Save the model as per-rank files, which 285068c8 or megatron-core's scripts can load."""
-    torch_format.require_writable(args, *_sizes(given))
+    torch_format.require_writable(args, *request.sizes)
     with initialize.session(args):
         weights_of_all = dict(_filled(args, family, found).named_parameters())
-        torch_format.write(part, _moved(args, part, final), weights_of_all, *_sizes(given))
+        torch_format.write(part, _moved(args, part, final), weights_of_all, *request.sizes)
 
 
 def _name_final_paths(part: Path, final: Path) -> None:

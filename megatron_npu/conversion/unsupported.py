@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron_npu.base.errors import UsageError
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 
-def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown: str = "") -> None:
+def must_be(args: Flags, flag: str, value: object, *, name: str = "", shown: str = "") -> None:
     """Check that a checkpoint's flag has the only value that can be converted.
 
     Args:
@@ -30,7 +29,7 @@ def must_be(args: Namespace, flag: str, value: object, *, name: str = "", shown:
         )
 
 
-def common(args: Namespace) -> None:
+def common(args: Flags) -> None:
     """Check the flags that are not supported by any Hugging Face family.
 
     Raises:
@@ -42,7 +41,7 @@ def common(args: Namespace) -> None:
     must_be(args, "--softmax-type", "vanilla")
 
 
-def window(args: Namespace) -> int | None:
+def window(args: Flags) -> int | None:
     """Return the number of previous tokens to which a query attends, or None without a limit.
 
     ``--pre-tockens`` takes precedence over megatron-core's ``--window-size``. ``--next-tockens`` has no
@@ -54,13 +53,13 @@ def window(args: Namespace) -> int | None:
     return None if before < 0 else before
 
 
-def limiting_window(args: Namespace) -> int | None:
+def limiting_window(args: Flags) -> int | None:
     """Return the attention window if it is smaller than the sequence length, or None."""
     before = window(args)
     return None if before is None or before >= args.max_position_embeddings - 1 else before
 
 
-def windows(args: Namespace) -> list[bool]:
+def windows(args: Flags) -> list[bool]:
     """Return for each layer whether a window limits its attention."""
     if limiting_window(args) is None:
         return [False] * args.num_layers
@@ -72,7 +71,7 @@ def windows(args: Namespace) -> list[bool]:
     return [bool(layer) for layer in skipped]
 
 
-def no_window(args: Namespace) -> None:
+def no_window(args: Flags) -> None:
     """Check that no window limits attention.
 
     Raises:

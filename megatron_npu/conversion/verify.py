@@ -7,7 +7,6 @@ order of summation. Only one model is in memory at a time, and it is held in the
 from __future__ import annotations
 
 import gc
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,9 @@ from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.conversion import fp32, weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.positions import far_rotation
+from megatron_npu.conversion.request import Request
 from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.model.gpt import unwrap
 
 # Of the largest logit. fp32 has 6e-8; sums of thousands of terms through dozens of layers leave about 1e-5.
@@ -80,7 +81,7 @@ def silence(transformers: ModuleType) -> None:
 @torch.no_grad()
 def verify(
     sides: Sides,
-    args: Namespace,
+    args: Flags,
     dtype: torch.dtype,
     *,
     logits: bool,
@@ -143,21 +144,21 @@ def verify(
 
 
 def told(
-    given: Namespace, megatron: Path, hf: Path, family: Family, args: Namespace, dtype: str
+    request: Request, megatron: Path, hf: Path, family: Family, args: Flags, dtype: str
 ) -> Iterator[str]:
     """Verify a conversion and yield its log lines.
 
     Raises:
         UsageError: the two sides differ.
     """
-    logits = has_reference() if given.proof is None else given.proof == "logits"
+    logits = has_reference() if request.proof is None else request.proof == "logits"
     result = verify(
         Sides(megatron, hf, family),
         args,
         weights.DTYPES[dtype],
         logits=logits,
-        vocab_file=given.vocab_file,
-        merge_file=given.merge_file,
+        vocab_file=request.vocab_file,
+        merge_file=request.merge_file,
     )
     yield f"{result.tensors} tensors of type {dtype} are bitwise identical on both sides"
     if logits:
@@ -171,7 +172,7 @@ def told(
                 f"difference of sines is {result.turned:.2e}, and the limit "
                 f"{far_rotation.bound(result.positions):.1e}"
             )
-    elif given.proof is None:
+    elif request.proof is None:
         yield (
             'transformers is not installed, so the logits were NOT compared (pip install "megatron_npu[hf]")'
         )
@@ -184,7 +185,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _compare_tensors(
-    parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Namespace, dtype: torch.dtype
+    parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Flags, dtype: torch.dtype
 ) -> int:
     """Check that all tensors are bitwise identical, and return the number of tensors.
 
@@ -231,7 +232,7 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hf_results(
-    folder: Path, family: Family, args: Namespace, tokens: Tensor, dtype: torch.dtype
+    folder: Path, family: Family, args: Flags, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Compute transformers' results on the host in fp32, without its fused attention.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.hf_files import Source
 from megatron_npu.conversion.weight_map import WeightMapping
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # What --dtype may say, by Megatron's names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ def open_folder(folder: Path, family: Family) -> Weights:
     return Weights(source, {name: stored for stored, name in family.canonical_names(source.names()).items()})
 
 
-def check_names(found: Weights, family: Family, args: Namespace) -> None:
+def check_names(found: Weights, family: Family, args: Flags) -> None:
     """Check that exactly one mapping uses each stored tensor, and that no tensor is missing.
 
     The files may also contain tied copies of other tensors, and tensors that can be derived from the
@@ -72,7 +72,7 @@ def check_names(found: Weights, family: Family, args: Namespace) -> None:
         raise _bad_tensors(found, "has", rest, "must contain only the tensors")
 
 
-def _wanted(found: Weights, family: Family, args: Namespace) -> set[str]:
+def _wanted(found: Weights, family: Family, args: Flags) -> set[str]:
     """Return the names of all tensors that the mappings use, after checking that they exist."""
     wanted: set[str] = set()
     missing: list[str] = []

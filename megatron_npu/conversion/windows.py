@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron_npu.conversion import unsupported
 from megatron_npu.conversion.config import Config
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # Which layers have one: all; those from max_window_layers on; the first, third … of the layers before that.
 Layers = Literal["all", "late", "odd"]
@@ -76,7 +76,7 @@ def _kinds(layers: list[bool]) -> list[str]:
     return [_WINDOW if layer else _WHOLE for layer in layers]
 
 
-def keys(args: Namespace, switch: bool, which: Layers) -> dict[str, Any]:
+def keys(args: Flags, switch: bool, which: Layers) -> dict[str, Any]:
     """Return the ``config.json`` keys that describe the windows, the inverse of ``flags``."""
     before, layers = unsupported.window(args), unsupported.windows(args)
     window = None if before is None else before + 1

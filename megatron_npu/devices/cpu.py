@@ -11,8 +11,8 @@ from typing import Any, cast
 import psutil
 import torch
 
-from megatron_npu.base import settings
-from megatron_npu.devices import cores, cpu_cuda_api, device_monitor, gloo, malloc
+from megatron_npu.base import malloc, settings
+from megatron_npu.devices import cores, cpu_cuda_api, device_monitor, gloo
 from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.process import visible_devices
 

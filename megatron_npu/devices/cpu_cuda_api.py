@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_npu.devices import device_monitor, malloc
+from megatron_npu.base import malloc
+from megatron_npu.devices import device_monitor
 from megatron_npu.devices.base import Device
 from megatron_npu.devices.cpu_device_index import CpuDeviceIndex
 from megatron_npu.devices.cuda_types import tensor_types

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from megatron_npu import devices
-from megatron_npu.devices import malloc
+from megatron_npu.base import malloc
 from megatron_npu.measuring.job import WARM_UP, Job
 
 _STATUS = Path("/proc/self/status")

@@ -64,21 +64,24 @@ def refuse_fp8_states(options: Any) -> None:
             )
 
 
+def precision_aware_optimizer(args: argparse.Namespace) -> bool:
+    """Return whether flags request the precision-aware optimizer; --reuse-fp32-param implies it."""
+    return args.use_precision_aware_optimizer or args.reuse_fp32_param
+
+
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
     """Reject flags that conflict with the precision-aware optimizer.
-
-    --reuse-fp32-param implies this optimizer.
 
     Raises:
         UsageError: a required flag is missing, or flags conflict.
     """
+    if not precision_aware_optimizer(args):
+        _refuse_types_alone(args)
+        return
     flag = "--use-precision-aware-optimizer"
     if args.reuse_fp32_param:
         flag = "--reuse-fp32-param"
         _require_remainders(args)
-    elif not args.use_precision_aware_optimizer:
-        _refuse_types_alone(args)
-        return
     if args.optimizer_cpu_offload:
         return
     refuse_fp8_states(args)

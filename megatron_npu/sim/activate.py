@@ -137,9 +137,12 @@ def load_runtime() -> None:
     The dynamic loader resolves torch_npu's dependencies by name to libraries that are already loaded, so no
     LD_LIBRARY_PATH is required, which a running process could not change for itself anyway.
     """
+    from megatron_npu.base import malloc, settings
     from megatron_npu.sim import build, cache
     from megatron_npu.sim.settings import simulator_values
 
+    if not settings.SIM_DRY.value():  # a dry run touches few pages of its tensors
+        malloc.keep_freed_memory()
     runtime = build.runtime_library()
     for path in build.cann_names(build.runtime()):
         cache.load(path, ctypes.RTLD_GLOBAL)

@@ -282,3 +282,18 @@ def test_ranks_of_torchrun_load_the_plugin_in_the_forks_of_the_tests_too(simulat
     # with a number of NPUs a parent has imported torch alone
     done = simulated("python", "-c", f"{start}{loaded!r}])", MEGATRON_NPU_SIM_DEVICES="2")
     assert "loaded True" in done.stdout, done.stdout
+
+
+FREES = """
+import psutil, torch
+process = psutil.Process()
+before = process.memory_info().rss
+torch.ones(64 * 2**20)
+print((process.memory_info().rss - before) >> 20)
+"""
+
+
+def test_memory_that_kernels_free_is_used_again(simulated):
+    done = simulated(sys.executable, "-c", FREES)
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout.splitlines()[-1]) > 150

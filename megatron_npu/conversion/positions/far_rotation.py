@@ -6,24 +6,24 @@ positions agrees beyond the original context length of the model.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 _POSITIONS = 64
 _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
-def length(args: Namespace) -> int:
+def length(args: Flags) -> int:
     """Return the text length in tokens up to which rotation angles are compared."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
-def theirs(model: Any, args: Namespace) -> Tensor | None:
+def theirs(model: Any, args: Flags) -> Tensor | None:
     """Return the cosines and sines of a transformers model, ``[2, positions, hn / 2]``.
 
     Without RoPE, return None.
@@ -41,7 +41,7 @@ def theirs(model: Any, args: Namespace) -> Tensor | None:
     return result
 
 
-def difference(gpt: Any, args: Namespace, theirs: Tensor) -> float:
+def difference(gpt: Any, args: Flags, theirs: Tensor) -> float:
     """Return the largest difference between ``theirs`` and the cosines and sines of a GPTModel.
 
     Args:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_npu.conversion import config as config_file
 from megatron_npu.conversion.config import Config
 from megatron_npu.pretrain.flags import rotary_flags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 # What Llama 3's scaling is where its keys are missing, and megatron-core's --use-rope-scaling has built in.
 _LLAMA3_LENGTH = 8192
@@ -191,7 +191,7 @@ _USUAL_WEIGHTS = (1.0, 0.0)  # of --mscale and --mscale-all-dim
 _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
-def keys(args: Namespace) -> dict[str, object]:
+def keys(args: Flags) -> dict[str, object]:
     """Return the rotary keys of ``config.json`` for transformers 5 and 4."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
@@ -202,12 +202,12 @@ def keys(args: Namespace) -> dict[str, object]:
     return result
 
 
-def is_dynamic(args: Namespace) -> bool:
+def is_dynamic(args: Flags) -> bool:
     """Return True if the rotary base grows with the length of the text."""
     return args.use_rope_scaling and args.rope_scaling_type == rotary_flags.DYNAMIC
 
 
-def needs_head_dim(args: Namespace) -> bool:
+def needs_head_dim(args: Flags) -> bool:
     """Return True if transformers requires the head size in ``config.json``.
 
     Version 5.24 does so for Mixtral.
@@ -215,7 +215,7 @@ def needs_head_dim(args: Namespace) -> bool:
     return is_dynamic(args) or args.position_embedding_type == "yarn"
 
 
-def _scaling(args: Namespace) -> Mapping[str, object] | None:
+def _scaling(args: Flags) -> Mapping[str, object] | None:
     if args.position_embedding_type == "yarn":
         return _yarn(args)
     if args.rotary_seq_len_interpolation_factor is not None:
@@ -233,7 +233,7 @@ def _scaling(args: Namespace) -> Mapping[str, object] | None:
     }
 
 
-def _yarn(args: Namespace) -> dict[str, object]:
+def _yarn(args: Flags) -> dict[str, object]:
     result: dict[str, object] = {
         "rope_type": "yarn",
         "factor": args.rotary_scaling_factor,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_npu.data.tokenization.gpt2_bpe import END_OF_TEXT, GPT2Tokenizer
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.data import tokenizers
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 KINDS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
 _UNPROVEN = (
@@ -242,7 +242,7 @@ def _naming(source: Path, folder: Path) -> Iterator[None]:
 
 
 def copy_from_checkpoint(
-    root: Path, args: Namespace, tokenizer: tokenizers.Tokenizer, destination: Path
+    root: Path, args: Flags, tokenizer: tokenizers.Tokenizer, destination: Path
 ) -> dict[str, Any]:
     """Copy a checkpoint's tokenizer into a Hugging Face folder.
 
@@ -270,7 +270,7 @@ def copy_from_checkpoint(
     return keys | _ids_of(destination, tokenizer)
 
 
-def _home(args: Namespace) -> Path | None:
+def _home(args: Flags) -> Path | None:
     """Return the folder from which the flags load the tokenizer, or None for a NullTokenizer."""
     named = {"GPT2BPETokenizer": args.vocab_file, "HuggingFaceTokenizer": args.tokenizer_model}
     path = named.get(args.tokenizer_type)
@@ -279,7 +279,7 @@ def _home(args: Namespace) -> Path | None:
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
-def _write_gpt2(args: Namespace, destination: Path) -> None:
+def _write_gpt2(args: Flags, destination: Path) -> None:
     carried_files.remove_tokenizer(destination)
     for name, path in (("vocab.json", args.vocab_file), ("merges.txt", args.merge_file)):
         files.write(destination / name, Path(path).read_bytes())
@@ -346,14 +346,14 @@ def _add_tokenizer_json(folder: Path) -> None:
     files.write(folder / hf.CONFIG, json.dumps(described, indent=2) + "\n")
 
 
-def model_type(root: Path, args: Namespace) -> str | None:
+def model_type(root: Path, args: Flags) -> str | None:
     """Return the ``model_type`` of the model from which a checkpoint was converted, or None."""
     folder = _hf_folder(root, args)
     kind = None if folder is None else config.read(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 
-def _hf_folder(root: Path, args: Namespace) -> Path | None:
+def _hf_folder(root: Path, args: Flags) -> Path | None:
     """Return the Hugging Face folder from which the tokenizer was copied, or None."""
     home = _home(args)
     near = [root / checkpoint_files.HF_FOLDER]

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from megatron_npu import devices
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.options import memory_flags
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.flags.batch_ramp import Ramp
 
@@ -91,9 +92,8 @@ def offloaded_optimizer(args: Namespace, on: bool) -> None:
 
 
 def precision_aware_optimizer(args: Namespace) -> None:
-    """Select upstream's precision-aware optimizer for --reuse-fp32-param."""
-    if args.reuse_fp32_param:
-        args.use_precision_aware_optimizer = True
+    """Set whether upstream's precision-aware optimizer is used."""
+    args.use_precision_aware_optimizer = memory_flags.precision_aware_optimizer(args)
 
 
 def recompute_all(args: Namespace) -> None:

@@ -45,6 +45,11 @@ _given = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").s
 _MOST_FILES = 64
 # modules whose globals hold what a run makes
 _HOLDING = ("megatron", "torch.distributed", "torch_npu")
+_CONSTANT = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type),
+    *(str, bytes, int, float, tuple, frozenset),
+)
+_TABLE = 20  # entries of a table, at least
 _BASE = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in _given]
 
 
@@ -345,25 +350,25 @@ class Ending:
     """The end of a fork, without what copies the parent's memory in vain: most of a short process's time.
 
     Threads, ``atexit``, standard files, the modules that the fork has imported itself and all that they hold
-    end as in any interpreter. So do those of which the globals hold what a run makes (``_HOLDING``). The
-    other modules of the parent are not cleared, nor are the types and names of the interpreter.
+    end as in any interpreter. So does what a run has put into the globals of ``_HOLDING``. The functions and
+    classes of the parent's modules are not cleared, nor are the types and names of the interpreter.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, types.ModuleType] = {}
-        self._cleared: list[str] = []
+        self._cleared = ["__main__", "builtins", "sys"]
+        self._held = types.ModuleType("what a run has made")  # what ends with it
         self._last = ""
         self._status: int | None = None
         atexit.register(self._keep_the_libraries)
 
     def know_modules(self) -> None:
         """Take what is imported for the parent's."""
-        for name, module in sys.modules.items():
-            if name in ("__main__", "builtins", "sys") or name.startswith(_HOLDING):
-                self._cleared.append(name)
-            else:
-                self._kept[name] = module
-        self._last = name
+        self._kept = {name: each for name, each in sys.modules.items() if name not in self._cleared}
+        self._last = [*sys.modules][-1]
+        holding = [each for name, each in self._kept.items() if name.startswith(_HOLDING)]
+        vars(self._held)["globals"] = _Globals(holding)
+        self._kept[self._held.__name__] = self._held  # so that it ends after the fork's own modules
 
     def leave(self) -> None:
         """End in the same way as any interpreter."""
@@ -384,7 +389,8 @@ class Ending:
         """Leave to the interpreter only the modules that it is to clear; called behind all ``atexit``."""
         gc.collect()  # what is garbage may still import
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))
-        rest = {name: sys.modules[name] for name in self._cleared if name in sys.modules}
+        rest = {self._held.__name__: self._held}  # the first one is cleared last
+        rest |= {name: sys.modules[name] for name in self._cleared if name in sys.modules}
         for name in reversed(sys.modules):  # the fork's are the last ones
             if name == self._last:
                 break
@@ -395,6 +401,36 @@ class Ending:
             sys.stdout.flush()
             if self._status is not None:
                 sys._end = _End(self._status)  # type: ignore[attr-defined]
+
+
+class _Globals:
+    """Clears the globals of modules that may hold what a run has made, when it is destroyed.
+
+    These are the names that have been added since, and those of anything but functions, classes, constants
+    and tables. To clear all would copy much of the parent's memory.
+    """
+
+    def __init__(self, modules: list[types.ModuleType]) -> None:
+        self._modules = []
+        for module in modules:
+            values = vars(module)
+            names = [name for name, value in values.items() if name[:2] != "__" and not _is_constant(value)]
+            self._modules.append((values, frozenset(values), names))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))  # nobody has to take it apart
+
+    def __del__(self) -> None:
+        for values, known, names in self._modules:
+            added = values.keys() - known if len(values) != len(known) else ()
+            for name in (*names, *added):
+                if values.get(name) is not None:
+                    values[name] = None
+
+
+def _is_constant(value: object) -> bool:
+    """Return whether a global is taken for something that no run changes; torch's operators are, too."""
+    if isinstance(value, dict | list | set):
+        return len(value) > _TABLE
+    return isinstance(value, _CONSTANT) or type(value).__module__ in ("torch.library", "typing", "__future__")
 
 
 class _End:

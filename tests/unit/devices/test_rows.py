@@ -15,7 +15,7 @@ BIG, STEPS = 4_000_000, 30  # bytes of what each step makes and frees
 GROWTH = f"""
 import sys
 import torch
-from megatron_npu.devices import malloc
+from megatron_npu.base import malloc
 from megatron_npu.devices.rows import Rows
 
 def resident():

@@ -74,10 +74,9 @@ def take_older_flags(args: argparse.Namespace) -> None:
 
 
 def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
-    """Select the precision-aware optimizer for --reuse-fp32-param, and reject conflicting flags."""
+    """Set whether the precision-aware optimizer is used, and reject flags that conflict with it."""
     memory_flags.check_precision_aware_optimizer(args)
-    if args.reuse_fp32_param:
-        args.use_precision_aware_optimizer = True
+    args.use_precision_aware_optimizer = memory_flags.precision_aware_optimizer(args)
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
+from megatron_npu.options import memory_flags
 from megatron_npu.options.switch_rules import Place, meant, refuse
 from megatron_npu.options.switches import Switches
 from megatron_npu.pretrain.flags import derive
@@ -158,7 +159,7 @@ def _offload(args: Namespace, switches: Switches) -> None:
     if not switches.cpu_offload:
         derive.offloaded_optimizer(args, on=False)
         return
-    if args.use_precision_aware_optimizer or args.reuse_fp32_param:
+    if memory_flags.precision_aware_optimizer(args):
         raise UsageError(
             "--cpu-offload cannot be used with --use-precision-aware-optimizer or --reuse-fp32-param, "
             "because the update on the host is in fp32",
