@@ -21,6 +21,7 @@ from megatron_npu.commands import inert_packages
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 from megatron_npu.process import (
+    code_caches,
     collector,
     graph_cache,
     interruption,
@@ -250,6 +251,7 @@ def _run_heard(argv: list[str]) -> int:
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
+        code_caches.require_own()
     try:
         with interruption.heard(), _terminable(argv[0]), _packages_for(argv):
             code = _run(argv)
@@ -268,7 +270,12 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
     if isinstance(error, UsageError | DriftError | PinError):
         traced = command == "run" and stock_tools.blames_program(error, Path(sys.argv[0]))
         return None if traced else (str(error), 2)
-    if command == "run" or not isinstance(error, OSError | RuntimeError):  # a script keeps its traceback
+    if command == "run":  # a script keeps its traceback
+        return None
+    if errors.is_of_memory(error):
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
+        return f"the memory of this process is used up ({said}). Use less, or raise its limit (ulimit -v)", 1
+    if not isinstance(error, OSError | RuntimeError):
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2
