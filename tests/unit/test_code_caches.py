@@ -39,7 +39,7 @@ def test_another_users_cache_in_the_home_folder_is_refused(tmp_path, name) -> No
     cache = tmp_path / name
     cache.mkdir(parents=True)
     code_caches.require_own()
-    os.chown(cache, 65_534, 65_534)
+    os.chown(cache, 12_345, 12_345)
     with pytest.raises(UsageError, match="other users can replace"):
         code_caches.require_own()
 
