@@ -27,6 +27,7 @@ from megatron_npu.process import (
     interruption,
     launcher_report,
     launchers,
+    standard_streams,
     visible_devices,
 )
 from megatron_npu.upstream import stock_tools
@@ -194,6 +195,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code, which is 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
+    standard_streams.open_closed()
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
         argv = [*argv[1:2], "--help"]
