@@ -17,17 +17,15 @@ from pathlib import Path
 from megatron_npu import __version__
 from megatron_npu.base import errors, files, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import inert_packages
+from megatron_npu.commands import inert_packages, standard_streams
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 from megatron_npu.process import (
-    code_caches,
     collector,
     graph_cache,
     interruption,
     launcher_report,
     launchers,
-    standard_streams,
     visible_devices,
 )
 from megatron_npu.upstream import stock_tools
@@ -253,7 +251,7 @@ def _run_heard(argv: list[str]) -> int:
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
-        code_caches.require_own()
+        graph_cache.require_own_caches()
     try:
         with interruption.heard(), _terminable(argv[0]), _packages_for(argv):
             code = _run(argv)

@@ -125,6 +125,7 @@ def _opened(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        files.regular(file).close()  # whose error says what is wrong
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{file} is not a valid safetensors file: {error}. Get a fresh copy.") from error

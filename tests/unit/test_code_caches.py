@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import code_caches
+from megatron_npu.process import graph_cache
 from tests.support import tiny
 
 VARIABLES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -27,10 +27,10 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch, vari
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv(variable, str(cache))
-    code_caches.require_own()
+    graph_cache.require_own_caches()
     cache.chmod(mode)
     with pytest.raises(UsageError, match=f"Set {variable} to a folder of your own"):
-        code_caches.require_own()
+        graph_cache.require_own_caches()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -38,14 +38,14 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path, monkeypatch, vari
 def test_another_users_cache_in_the_home_folder_is_refused(tmp_path, name) -> None:
     cache = tmp_path / name
     cache.mkdir(parents=True)
-    code_caches.require_own()
+    graph_cache.require_own_caches()
     os.chown(cache, 12_345, 12_345)
     with pytest.raises(UsageError, match="other users can replace"):
-        code_caches.require_own()
+        graph_cache.require_own_caches()
 
 
 def test_caches_that_do_not_exist_are_not_made(tmp_path) -> None:
-    code_caches.require_own()
+    graph_cache.require_own_caches()
     assert not list(tmp_path.iterdir())
 
 
