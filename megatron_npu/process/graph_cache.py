@@ -76,7 +76,7 @@ def _open(folder: Path, remedy: str) -> Path:
 def require_own_caches() -> None:
     """Check that no other user can write to existing caches of Triton and of torch's C++ extensions.
 
-    Neither checks who owns its cache. A variable can name another user's folder; so does HOME with ``sudo -E``.
+    Neither checks who owns its cache. A variable can name another user's folder, and so can HOME.
 
     Raises:
         UsageError: another user owns a cache, or can write to it or replace it.
