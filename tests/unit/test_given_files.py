@@ -65,3 +65,9 @@ def test_a_command_says_so_in_one_line(argv: list[str]) -> None:
     assert done.returncode == 2
     assert "/dev/zero" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_table_that_plan_would_not_use_is_refused(tmp_path: Path) -> None:
+    done = tiny.run("plan", "--devices", "2", "--bench", str(tmp_path / "table"), "--", "pretrain")
+    assert done.returncode == 2
+    assert "calibrates the times of --search, which is not given. Add --search" in done.stderr
