@@ -22,10 +22,8 @@ def test_a_store_that_hangs_up_is_told_in_one_line(monkeypatch: pytest.MonkeyPat
         with watchdog.meeting():
             raise dist.DistNetworkError("Connection reset by peer\nand more")
 
-    with (
-        listener,
-        pytest.raises(UsageError, match=f"rank 1 cannot connect .* reset by peer .*:{port}") as error,
-    ):
+    told = f"rank 1 cannot connect .* reset by peer .*:{port}"
+    with listener, pytest.raises(UsageError, match=told) as error:
         join()
     assert "\n" not in str(error.value)
 
