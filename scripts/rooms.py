@@ -156,7 +156,7 @@ ROOMS = (
     Room(
         "conversion/",
         "`megatron-npu convert`: checkpoints to and from Hugging Face format",
-        "base checkpoint_files devices plugin data pretrain",
+        "base safe_files checkpoint_files devices plugin data pretrain",
         ("torch",),
     ),
     Room(

@@ -8,9 +8,10 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_npu.base import digits
+from megatron_npu.base import digits, given_files
 from megatron_npu.base.command_examples import end_of_help
 from megatron_npu.base.errors import UsageError, either
 from megatron_npu.base.flag_names import instead_of, nearest
@@ -222,8 +223,24 @@ class Parser(argparse.ArgumentParser):
         except UsageError:
             self._refuse_misspelt(args)
             raise
-        self._asked(values)._refuse_unknown(unknown)
+        asked = self._asked(values)
+        asked._refuse_unknown(unknown)
+        asked._refuse_devices(values)
         return values
+
+    def _refuse_devices(self, values: argparse.Namespace) -> None:
+        """Raise an error if a flag names a device such as /dev/zero, whose content has no end."""
+        for action in self._actions:
+            value = getattr(values, action.dest, None)
+            if action.metavar == "TEXT" or value is action.default:
+                continue
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, str | Path) and given_files.is_device(each):
+                    name = "/".join(action.option_strings) or action.metavar or action.dest
+                    raise UsageError(
+                        f"{name} must name a file or a folder, but {each} is a device or a socket",
+                        remedy="Correct the path.",
+                    )
 
     def _refuse_misspelt(self, args: Any) -> None:
         """Raise an error if a flag is unknown.

@@ -24,6 +24,10 @@ _OF_FILES = (
 _NO_PROCESS = ("Resource temporarily unavailable", "can't start new thread")
 
 
+# What the allocators of torch and C++ say.
+_NO_MEMORY = ("can't allocate memory", "std::bad_alloc")
+
+
 def is_of_processes(error: BaseException) -> bool:
     """Return True if the error means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
@@ -38,6 +42,14 @@ def no_processes() -> UsageError:
         "because process groups, kernels and data loaders start their own",
         remedy="Raise the limit (ulimit -u, limits.conf, docker run --pids-limit), or lower --num-workers.",
     )
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return True if the error means that the host's memory, or this process's limit, is used up."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    allocators = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, MemoryError) or allocators
 
 
 def is_of_files(error: OSError) -> bool:

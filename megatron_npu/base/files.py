@@ -39,15 +39,6 @@ def tighten_umask() -> int:
     return former
 
 
-def lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 file, split only at line feeds and carriage returns as in editors and JSON.
-
-    ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
-    """
-    with open(path, encoding="utf-8") as stream:
-        return [line.removesuffix("\n") for line in stream]
-
-
 def nearest(path: str | Path) -> str:
     """Suggest the existing file with the most similar name for a path that does not exist.
 
@@ -189,6 +180,11 @@ def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
         raise PermissionError(errno.EACCES, "it is a pipe created by another user", path)
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file (``open(..., opener=without_waiting)``), but do not wait for the writer of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading.
 
@@ -199,7 +195,7 @@ def regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: the file does not exist, or is not a regular file.
     """
-    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    stream = open(path, "rb", opener=without_waiting)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

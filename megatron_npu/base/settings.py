@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu.base import digits
 from megatron_npu.base.arg_parser import Number, Unfit, byte_size, byte_size_or_0, positive, whole
 from megatron_npu.base.errors import UsageError, either
 
@@ -316,6 +317,22 @@ def check() -> None:
         variable.get()
     verified_operations()
     _torchs_safety_is_on()
+    _ranks_are_numbers()
+
+
+def _ranks_are_numbers() -> None:
+    """Check the variables with which a launcher numbers processes; they are read in many places.
+
+    Raises:
+        UsageError: a variable is not a non-negative integer.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        given = os.environ.get(name, "0")
+        if digits.number(given) is None:
+            raise UsageError(
+                f"{name} must be a non-negative integer, but got {given[:40]!r}",
+                remedy="Unset it; torchrun sets it for each process that it starts.",
+            )
 
 
 def _torchs_safety_is_on() -> None:

@@ -94,7 +94,7 @@ def renew(path: Path) -> None:
     """Update the checksum of one file after an intended change. Only one process may do this."""
     recorded = path.parent / NAME
     if recorded.is_file():
-        content = json.loads(recorded.read_text(encoding="utf-8"))
+        content = json.loads(files.text(recorded))
         content["files"][path.name] = _entry(path)
         files.write(recorded, json.dumps(content, indent=1))
 
@@ -320,7 +320,7 @@ def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
 
 
 def _read(folder: Path) -> Entries:
-    content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    content = json.loads(files.text(folder / NAME))
     if content["algorithm"] != ALGORITHM:
         raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):

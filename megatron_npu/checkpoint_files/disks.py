@@ -185,7 +185,7 @@ def require_whole(folder: Path) -> None:
 
 def _record(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads(files.text(folder / NAME))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megatron_npu.base import files
+
 NAME = ".metadata"  # torch's; a pickle, in which each name of a file stands once as it is
 _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 
@@ -12,7 +14,8 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 def shards(folder: Path) -> set[str]:
     """Return the names of the files that contain a checkpoint's tensors, or an empty set without an index."""
     try:
-        return {name.decode() for name in _SHARD.findall((folder / NAME).read_bytes())}
+        with files.regular(folder / NAME) as stream:
+            return {name.decode() for name in _SHARD.findall(stream.read())}
     except OSError:
         return set()
 

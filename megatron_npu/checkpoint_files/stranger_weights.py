@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
 
@@ -53,7 +54,7 @@ def _of_the_hub(file: Path) -> str | None:
         return file.resolve().name
     note = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
     try:
-        lines = note.read_text(encoding="utf-8").split()
+        lines = files.text(note).split()
     except (OSError, ValueError):
         return None
     return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None

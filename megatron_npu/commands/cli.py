@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_npu import __version__
 from megatron_npu.base import errors, files, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import inert_packages
+from megatron_npu.commands import inert_packages, standard_streams
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 from megatron_npu.process import (
@@ -193,6 +193,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code, which is 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
+    standard_streams.open_closed()
     _write_any_character()
     if argv[:1] == ["help"]:  # help COMMAND is COMMAND --help
         argv = [*argv[1:2], "--help"]
@@ -253,6 +254,7 @@ def _run_heard(argv: list[str]) -> int:
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
+        graph_cache.require_own_caches()
     try:
         with interruption.heard(), _terminable(argv[0]), _packages_for(argv):
             code = _run(argv)
@@ -271,7 +273,12 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
     if isinstance(error, UsageError | DriftError | PinError):
         traced = command == "run" and stock_tools.blames_program(error, Path(sys.argv[0]))
         return None if traced else (str(error), 2)
-    if command == "run" or not isinstance(error, OSError | RuntimeError):  # a script keeps its traceback
+    if command == "run":  # a script keeps its traceback
+        return None
+    if errors.is_of_memory(error):
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
+        return f"the memory of this process is used up ({said}). Use less, or raise its limit (ulimit -v)", 1
+    if not isinstance(error, OSError | RuntimeError):
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2

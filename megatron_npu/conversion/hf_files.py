@@ -17,6 +17,7 @@ from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.checkpoint_files import stranger_weights
+from megatron_npu.safe_files import expanded_size
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Older files. torch reads them without running what they contain (weights_only).
@@ -27,6 +28,7 @@ FORMATS = {
     PICKLED: ("pytorch_model{suffix}.bin", PICKLED_INDEX),
 }
 _PIECE = 16 << 20  # bytes that are compared at a time
+_MAPPED = 64 << 20  # bytes that are read before mapped memory is released
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # of safetensors
 
 
@@ -58,13 +60,15 @@ class Source:
         self.folder = folder
         stranger_weights.require_as_downloaded(folder)
         self._looked_at: set[str] = set()
-        self._files = {name: file for file in _files(folder) for name in self._names_in(file)}
+        self._open: dict[Path, Any] = {}  # opening a file takes time for each of its tensors
+        self._mapped = 0
+        self._files = {name: file for file in _files(folder) for name in self._content(file).keys()}  # noqa: SIM118
 
-    def _names_in(self, file: Path) -> list[str]:
-        if file.suffix == ".bin":
-            return list(_unpickled(file))
-        with _opened(file) as content:
-            return list(content.keys())
+    def _content(self, file: Path) -> Any:
+        """Return an open file: a dict, or a reader of safetensors, which has its names in ``keys()``."""
+        if file not in self._open:
+            self._open[file] = _unpickled(file) if file.suffix == ".bin" else _opened(file)
+        return self._open[file]
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -74,9 +78,8 @@ class Source:
         """Return the dtype of a tensor, such as ``float32``, without reading it."""
         file = self._files[name]
         if file.suffix == ".bin":
-            return str(_unpickled(file)[name].dtype).removeprefix("torch.")
-        with _opened(file) as content:
-            kind = content.get_slice(name).get_dtype()
+            return str(self._content(file)[name].dtype).removeprefix("torch.")
+        kind = self._content(file).get_slice(name).get_dtype()
         return _DTYPES.get(kind, kind)
 
     def read(self, name: str) -> Tensor:
@@ -92,18 +95,20 @@ class Source:
 
     def _read(self, name: str) -> Tensor:
         file = self._files[name]
-        if file.suffix == ".bin":
-            return _unpickled(file)[name]
-        with _opened(file) as content:
-            return content.get_tensor(name)
+        content = self._content(file)
+        tensor = content[name] if file.suffix == ".bin" else content.get_tensor(name)
+        self._mapped += _size(tensor)
+        if self._mapped > _MAPPED:
+            self._open.clear()
+            self._mapped = 0
+        return tensor
 
     def numel(self, name: str) -> int:
         """Return the number of elements of a tensor without reading it."""
         file = self._files[name]
         if file.suffix == ".bin":
-            return _unpickled(file)[name].numel()
-        with _opened(file) as content:
-            return math.prod(content.get_slice(name).get_shape())
+            return self._content(file)[name].numel()
+        return math.prod(self._content(file).get_slice(name).get_shape())
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
         """Yield the rows of a tensor in blocks, and release the file's mapped memory between blocks."""
@@ -123,6 +128,7 @@ def _opened(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        files.regular(file).close()  # whose error says what is wrong
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{file} is not a valid safetensors file: {error}. Get a fresh copy.") from error
@@ -130,7 +136,10 @@ def _opened(file: Path) -> Any:
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with expanded_size.checked():
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except expanded_size.ExpandedSizeError:
+        raise
     except Exception as error:  # torch raises many kinds, with pages of advice
         reason = str(error).partition("\n")[0]
         raise UsageError(

@@ -97,7 +97,7 @@ def _data(arguments: Mapping[str, Any]) -> list[str]:
 def _losses(found: CheckpointInfo) -> dict[str, float]:
     """Return the losses in the run's summary, or an empty dict if the summary is not this checkpoint's."""
     try:
-        summary = json.loads((found.path.parent / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads(files.text(found.path.parent / "summary.json"))
         same = summary["iterations"] == found.iteration
         return {name: float(summary[name]) for name in _LOSSES if same and summary[name] is not None}
     except (

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from megatron_npu.base import files
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.data.tokenizers import Tokenizer, continuation
 
@@ -39,7 +39,7 @@ def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) ->
             short.
     """
     try:
-        lines = files.lines(file)
+        lines = given_files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--valid-data {file} cannot be read as a JSON-lines file: {error}. Correct the path."

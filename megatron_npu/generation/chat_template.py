@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import hf
 
@@ -107,7 +108,7 @@ def of(args: argparse.Namespace) -> ChatTemplate | None:
 
 def _source(folder: Path) -> str | None:
     try:
-        return (folder / FILE).read_text(encoding="utf-8")
+        return files.text(folder / FILE)
     except OSError:
         pass
     for name in (hf.CONFIG, "chat_template.json"):

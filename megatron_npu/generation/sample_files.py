@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import files, given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation.sampling.sampler import Sample
 from megatron_npu.generation.trained_model import TrainedModel
@@ -20,7 +20,7 @@ def read_prompts(file: str) -> list[str]:
         UsageError: the file does not exist, is not UTF-8, has no lines, or has an empty line.
     """
     try:
-        lines = files.lines(file)
+        lines = given_files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
         raise UsageError(

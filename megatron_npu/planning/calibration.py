@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning.estimate import Estimate
 from megatron_npu.planning.hardware import Hardware
@@ -44,7 +45,7 @@ class Calibration:
                 device.
         """
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
+            table = json.loads(given_files.text(path))
             measured = table["device"]
             if measured != device:
                 raise UsageError(

@@ -118,6 +118,11 @@ def main(argv: Sequence[str]) -> int:
     """
     begin = time.monotonic()
     options = parser().parse_args(list(argv))
+    if options.bench is not None and not options.search:
+        raise UsageError(
+            f"--bench {options.bench} calibrates the times of --search, which is not given",
+            remedy="Add --search, or remove --bench.",
+        )
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     job = Job.of(options.devices, command)
     require_covered(job, options.device)

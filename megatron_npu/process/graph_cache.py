@@ -13,12 +13,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import user_cache
+from megatron_npu.process import extension_locks, user_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _REMEDY = f"Set {VARIABLE} to a folder of your own (chmod 700)."
 _HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+_EXTENSIONS, _TRITON = "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"
 
 
 def claim() -> Path:
@@ -76,3 +78,37 @@ def _open(folder: Path, remedy: str) -> Path:
             raise user_cache.unusable(folder, error, remedy) from error
     user_cache.require_own_path(folder, remedy)  # torch is given a path, not this descriptor
     return folder
+
+
+def require_own_caches() -> None:
+    """Check that no other user can write to existing caches of Triton and of torch's C++ extensions.
+
+    Neither checks who owns its cache. A variable can name another user's folder, and so can HOME.
+
+    Raises:
+        UsageError: another user owns a cache, or can write to it or replace it.
+    """
+    for variable, cache in _caches().items():
+        remedy = f"Set {variable} to a folder of your own (chmod 700)."
+        folder = Path(os.path.realpath(cache))
+        if not folder.is_dir():
+            continue
+        if files.is_writable_by_others(folder.stat()):  # sticky or not: anyone may add a file
+            raise UsageError(
+                f"code is loaded from {cache}, to which other users can write; only this user may have write "
+                "access there",
+                remedy=remedy,
+            )
+        user_cache.require_own_path(folder / "code", remedy)
+
+
+def _caches() -> dict[str, Path]:
+    """Return the cache folders by the variables that select them; empty without a home folder."""
+    try:
+        triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+        return {
+            _TRITON: Path(os.environ.get(_TRITON) or triton),
+            _EXTENSIONS: extension_locks.folder(),
+        }
+    except RuntimeError:  # Path.home(), which both would ask too
+        return {}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PRIVATE = 0o700
 _BY_OTHERS = 0o022  # writable
 _ROOT = 0  # may do anything without a cache, too
+_ALL_USERS = ["0", "0", "4294967295"]  # of /proc/self/uid_map: each of them is itself
 _SEAL = b"\nmegatron_npu sha256 "
 _SEALED = len(_SEAL) + hashlib.sha256().digest_size
 _DAY = 86400.0
@@ -107,10 +108,13 @@ def require_own_path(folder: Path, remedy: str) -> None:
 
 
 def _unmapped() -> int:
-    """Return the user id that a container shows for users outside its user namespace, such as the host's
-    root.
+    """Return the user id that a container shows for unmapped users, such as its machine's root.
+
+    Where all users are mapped, as on a plain machine, this id is that of an ordinary user, ``nobody``.
     """
     try:
+        if Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS:
+            return _ROOT
         return int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return _ROOT

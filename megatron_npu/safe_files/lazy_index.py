@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 
 MAGIC = b"TNTIDX\x00\x00"
@@ -42,7 +43,7 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can
 def is_lazy(index: str | Path) -> bool:
     """Return True if a file is a ``lazy`` or ``cached`` index."""
     try:
-        with open(index, "rb") as stream:
+        with files.regular(index) as stream:
             return stream.read(len(MAGIC)) == MAGIC
     except OSError:  # its reader says what is wrong; an address is no file
         return False

@@ -21,7 +21,7 @@ import torch
 from torch import serialization
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.safe_files import checked_numpy
+from megatron_npu.safe_files import checked_numpy, expanded_size
 
 # What the scripts of core_v0.12 to 0.19 put into a checkpoint beside numbers and texts: enumerations, plain
 # holders and random states; the slice is a part of a flat buffer, in local checkpoints of up to 0.15.
@@ -97,8 +97,10 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
         )
     inert = [(type(name, (Inert,), {}), name) for name in sorted(harmless - {"argparse.Namespace"})]
     try:
-        with allowing(Namespace, *inert, alone=True):
+        with allowing(Namespace, *inert, alone=True), expanded_size.checked():
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except expanded_size.ExpandedSizeError:
+        raise
     except Exception as error:  # torch raises many kinds, with pages of advice
         raise refusal(file, refused_name(error)) from error
 

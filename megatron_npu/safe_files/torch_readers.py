@@ -23,9 +23,10 @@ from typing import IO, Any
 import torch
 from torch import serialization
 
+from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.replaced import Replaced
-from megatron_npu.safe_files import safe_load
+from megatron_npu.safe_files import expanded_size, safe_load
 from megatron_npu.safe_files.data_unpickler import DataUnpickler
 
 _OF_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -121,7 +122,7 @@ def require_no_code(folder: Path) -> None:
     Raises:
         UsageError: the index names a type that must not be built.
     """
-    with contextlib.suppress(OSError, ValueError), (folder / ".metadata").open("rb") as stream:
+    with contextlib.suppress(OSError, ValueError), files.regular(folder / ".metadata") as stream:
         _load_metadata(stream)
 
 
@@ -136,7 +137,7 @@ def stored_value(folder: Path, key: str) -> bytes:
         UsageError: the index cannot be read or lacks the value, or no file contains it.
     """
     try:
-        with (folder / ".metadata").open("rb") as stream:
+        with files.regular(folder / ".metadata") as stream:
             index = _load_metadata(stream)
         place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
         if place is None:
@@ -144,7 +145,7 @@ def stored_value(folder: Path, key: str) -> bytes:
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{place.relative_path} is not a valid file name")
         file = folder / place.relative_path
-        with file.open("rb") as stream:
+        with files.regular(file) as stream:
             stream.seek(place.offset)
             return stream.read(min(place.length, file.stat().st_size))
     except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -180,7 +181,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with safe_load.weights_only():
             return torch.load(stream, *args, **{**kwargs, "weights_only": True})
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, expanded_size.ExpandedSizeError) as error:
         raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
 
 
@@ -205,6 +206,7 @@ def guard(of_megatron: bool = True) -> None:
     from torch.distributed.checkpoint import default_planner, filesystem
 
     release()
+    expanded_size.check_in(_replaced)
     _put(filesystem, "pickle", load=_load_metadata)
     _put(default_planner, "torch", load=_load_value if of_megatron else _load_plain)
 

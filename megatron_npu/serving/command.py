@@ -107,12 +107,13 @@ def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -
     import uvicorn
 
     from megatron_npu.serving import app
+    from megatron_npu.web.malformed import WithoutTraceback
 
     hosts = ["localhost", "127.0.0.1", "[::1]"] if at.is_loopback else ["*"]
     application = app.build(engine, name, given.max_request_bytes, given.max_texts, hosts)
     return uvicorn.Server(
         uvicorn.Config(
-            application,
+            WithoutTraceback(application),
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -20,6 +20,7 @@ from megatron_npu.watchdog import first_contact
 _EXIT = 1
 _PATIENCE = 2.0  # seconds from the end of a launcher's store to its own
 
+_OF_STORE = ("DistNetworkError", "DistStoreError")  # of torch.distributed, which may not be imported
 _THREAD = "megatron_npu launcher"
 
 
@@ -52,8 +53,8 @@ def meeting() -> Iterator[None]:
     The connection to the store may break before the thread that watches the launcher notices its end.
 
     Raises:
-        UsageError: the ranks are on several machines that cannot reach each other, or another program uses
-            the port.
+        UsageError: the ranks are on several machines that cannot reach each other, another program uses the
+            port, or no store answers there.
     """
     try:
         with first_contact.made():
@@ -68,7 +69,20 @@ def meeting() -> Iterator[None]:
         launcher = elastic_agent.find()
         if launcher is not None and (elastic_agent.has_gone() or _ends(launcher.pid)):
             _end("its launcher")
+        if type(error).__name__ in _OF_STORE:
+            raise _no_store(error) from error
         raise
+
+
+def _no_store(error: RuntimeError) -> UsageError:
+    """Return the error for a store that is gone, or that is another program."""
+    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    reason = str(error).partition("\n")[0]
+    return UsageError(
+        f"rank {os.environ.get('RANK')} cannot connect to the other ranks: {reason} "
+        f"(MASTER_ADDR and MASTER_PORT name {at})",
+        remedy="See the messages of the other ranks; if there are none, correct the address.",
+    )
 
 
 def _ends(launcher: int) -> bool:

@@ -229,6 +229,19 @@ def test_a_script_does_not_write_its_tracker_through_a_link(saved, second, tmp_p
     assert not tracker.is_symlink()
 
 
+def test_an_asynchronous_save_does_not_write_its_tracker_through_a_link(saved, second, tmp_path) -> None:
+    """Upstream is given the name when the save starts, and opens it when the save ends."""
+    private = tmp_path / "private"
+    private.write_text("kept")
+    with of_scripts.beginning(saved.parent, second) as save:
+        written = of_scripts.tracker_to_write(lambda *_: str(save.tracker), saved.parent)
+    files.partial_file(save.tracker).symlink_to(private)  # the name that can be guessed
+    Path(written).write_text("6")
+    assert save.publish()
+    assert private.read_text() == "kept"
+    assert save.tracker.read_text() == "6"
+
+
 def test_wandb_is_given_the_tracker_when_it_has_its_name(saved, second, monkeypatch) -> None:
     told: list[str] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_npu.base import files
+from megatron_npu.base import files, given_files
 from megatron_npu.commands import cli
 from megatron_npu.generation import sample_files
 
@@ -174,9 +174,9 @@ def _fail(*_: object) -> None:
 def test_lines_end_where_editors_end_them(tmp_path):
     path = tmp_path / "prompts"
     path.write_bytes("one\u2028still one\u0085\x0b\x1c\r\ntwo\n\nfour".encode())
-    assert files.lines(path) == ["one\u2028still one\u0085\x0b\x1c", "two", "", "four"]
+    assert given_files.lines(path) == ["one\u2028still one\u0085\x0b\x1c", "two", "", "four"]
     path.write_bytes(b"")
-    assert files.lines(path) == []
+    assert given_files.lines(path) == []
     assert sample_files.read_prompts(str(write_text(path, "a\u2028b\nc\n"))) == ["a\u2028b", "c"]
 
 

@@ -130,6 +130,23 @@ def test_a_full_disk_is_one_line_of_every_command(command, number, monkeypatch, 
         assert capsys.readouterr().err == told
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), OSError(12, "")],
+)
+def test_memory_that_is_used_up_is_one_line(error, monkeypatch, capsys) -> None:
+    def run(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["lambada"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("megatron-npu lambada: error: the memory of this process is used up (")
+    assert told.count("\n") == 1
+    with pytest.raises(type(error)):
+        cli.main(["run"])
+
+
 def test_the_hook_before_comes_back(reached) -> None:
     before = sys.excepthook
     one_line_end.disarm()

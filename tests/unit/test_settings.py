@@ -34,6 +34,9 @@ def test_settings_in_force_are_accepted(monkeypatch):
             "must be a positive number of bytes, optionally with the suffix K, M or G, but got much.",
         ),
         ("MEGATRON_NPU_SIM_SOC", "Ascend910B9", "SOC must be Ascend910B"),
+        ("RANK", "abc", "RANK must be a non-negative integer, but got 'abc'. Unset it"),
+        ("LOCAL_RANK", "", "LOCAL_RANK must be a non-negative integer, but got ''"),
+        ("WORLD_SIZE", "-1", "WORLD_SIZE must be a non-negative integer, but got '-1'"),
         ("MEGATRON_NPU_SIM_SOC", "H200", "SOC must be Ascend310B1, "),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -132,7 +133,9 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
     Yields the save, whose tracker may also be published after the block.
     """
     tracker = Path(root, TRACKER)
-    save = Save(tracker, files.partial_file(tracker))
+    # no other user can guess the name and put a link there, through which the script would write
+    partial = tracker.with_name(f"{tracker.name}.{secrets.randbelow(10**18)}.partial")
+    save = Save(tracker, partial)
     if disks.leads():
         files.remove_abandoned(tracker)  # of runs that were killed while they saved
     begin_save(place)
@@ -146,11 +149,7 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     """Return the tracker's path, or its temporary path while a save is in progress."""
     name, save = original(*args, **kwargs), under_way()
-    if save is None:
-        return name
-    if save.partial.is_symlink():  # another user's, who has guessed the name; upstream would write through it
-        save.partial.unlink()
-    return str(save.partial)
+    return name if save is None else str(save.partial)
 
 
 def named(tracker: str) -> str:

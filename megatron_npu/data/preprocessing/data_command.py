@@ -132,7 +132,7 @@ def facts(data: Opened) -> dict[str, Any]:
         "largest_id": summary.largest_token,
         "sampled": summary.sampled,
         "bytes": sum(Path(f"{data.prefix}.{end}").stat().st_size for end in ("bin", "idx")),
-        "checksums": dataset_sums.path_of(data.prefix).is_file(),
+        "checksums": dataset_sums.exist(data.prefix),
     }
 
 

@@ -8,6 +8,7 @@ verified.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -88,7 +89,7 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
         UsageError: the content of the dataset has changed, or its checksums cannot be read.
     """
     found = path_of(prefix)
-    if not found.is_file():
+    if not exist(prefix):
         return False
     try:
         faults = [
@@ -106,6 +107,18 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
             "the files on purpose."
         )
     return True
+
+
+def exist(prefix: str | Path) -> bool:
+    """Return True if a dataset has a checksum file.
+
+    Raises:
+        UsageError: a folder, a pipe or a link to nothing is in its place.
+    """
+    found = path_of(prefix)
+    if os.path.lexists(found) and not found.is_file():
+        raise UsageError(f"{found} must be the checksum file of a dataset, but is no file. Remove it.")
+    return found.is_file()
 
 
 def _read(path: Path) -> dict[str, Sums]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -204,7 +205,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
     if workers == 1:
         yield from map(Encoder(recipe).encode, batches)
         return
-    pool = ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
+    pool = _pool(recipe, workers)
     # A worker that has just been forked would take both for its own. A SIGTERM waits until it can end it:
     # with the handler of this process it could be lost, and a pool waits forever for whom it has ended.
     with interruption.deferred(), _holding(signal.SIGTERM):
@@ -218,6 +219,18 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
+    try:
+        return ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UsageError(
+            "/dev/shm, which holds the locks of the worker processes, is full. Enlarge it (docker run "
+            "--shm-size), remove files from it, or pass --workers 1; nothing was written."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import compressed
 from megatron_npu.data.preprocessing.compressed import decompressed, read
@@ -48,7 +49,7 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
         UsageError: the file cannot be read or decompressed.
     """
     line, rest, held, before = 1, [], 0, 0
-    with open(path, "rb") as raw, decompressed(path, raw) as stream:
+    with given_files.opened(path) as raw, decompressed(path, raw) as stream:
         while block := read(stream, path, size):
             head, newline, tail = block.rpartition(b"\n")
             if not newline:

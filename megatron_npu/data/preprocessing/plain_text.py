@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import compressed
 from megatron_npu.data.preprocessing.compressed import decompressed, plain_name, read
@@ -25,7 +26,7 @@ def is_plain_text(path: str) -> bool:
     """
     if not plain_name(path).endswith(".txt"):
         return False
-    with open(path, "rb") as raw:
+    with given_files.opened(path) as raw:
         head = read(decompressed(path, raw), path, _HEAD)
     first, end, _ = head.partition(b"\n")
     if len(head) == _HEAD and not end:  # a line that is too long to be looked at as a whole
@@ -42,7 +43,7 @@ def batch(path: str, key: str) -> Batch:
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.
     """
-    with open(path, "rb") as raw:
+    with given_files.opened(path) as raw:
         stream = decompressed(path, raw)
         content = read(stream, path, compressed.MOST_BYTES + 1)
         compressed.require_plausible(path, len(content))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 
 UNKNOWN = "[UNK]"
@@ -137,7 +138,7 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     """
     remedy = "Pass the vocab.txt of a BERT model with --vocab-file."
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = given_files.text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(f"--vocab-file {path} cannot be read: {reason}. {remedy}") from error

@@ -16,6 +16,7 @@ from typing import Any
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import unicode_text
 
@@ -106,7 +107,7 @@ class GPT2Tokenizer:
 
 def _read(path: Path, flag: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return given_files.text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UsageError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 from collections import Counter
 from pathlib import Path
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 
 _CHUNK = 1 << 20
@@ -31,7 +33,7 @@ def require(path: Path) -> None:
     """
     if not path.stat().st_size:
         raise UsageError(f"--data-path: {path} is empty. Pass a file that has rows.")
-    with path.open("rb") as file:
+    with given_files.opened(path) as file:
         begin = file.read(8)
     for magic, tool in _PACKED.items():
         if begin.startswith(magic):
@@ -60,7 +62,7 @@ def require_head(path: Path, separator: str) -> None:
     Raises:
         UsageError: a name occurs twice.
     """
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with io.TextIOWrapper(given_files.opened(path), encoding="utf-8-sig", newline="") as file:
         head = next(csv.reader(file, delimiter=separator), [])
     twice = [name for name, count in Counter(head).items() if count > 1]
     if twice:
@@ -73,7 +75,7 @@ def require_head(path: Path, separator: str) -> None:
 def _first_stranger(path: Path) -> tuple[int, int] | None:
     """Return the line number and value of the first byte that is not valid UTF-8, or None."""
     lines, rest = 1, b""  # the bytes of a character that continues in the next chunk
-    with path.open("rb") as file:
+    with given_files.opened(path) as file:
         while True:
             chunk = file.read(_CHUNK)
             text = rest + chunk

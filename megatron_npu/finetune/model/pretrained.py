@@ -17,7 +17,7 @@ import torch
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import stranger_weights
-from megatron_npu.safe_files import safe_load
+from megatron_npu.safe_files import expanded_size, safe_load
 
 T = TypeVar("T")
 
@@ -224,7 +224,8 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise _refused(name, "the folder does not exist")  # asking the hub takes time where there is none
     try:
-        return load()
+        with expanded_size.checked():
+            return load()
     except UsageError:
         raise
     except pickle.UnpicklingError as error:

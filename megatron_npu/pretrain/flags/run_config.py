@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError, either
 
 Add = Any
@@ -188,7 +189,7 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the location and the text of each non-empty line, without its comment."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = given_files.text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--config {path} cannot be read as a YAML file of flags: {error}", remedy="Check the path."

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from megatron_npu.base import files
+from megatron_npu.base import files, given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint.checkpoint_description import plain_arguments
 from megatron_npu.pretrain.flags.plan_parts import WandbFlags
@@ -133,7 +133,7 @@ def _tell_of_server() -> None:
                 "writable only by this user, because they can send the account's key to another server",
                 remedy="Work in another directory, remove the file, or run chmod go-w on it and its folder.",
             )
-        for line in files.lines(path):
+        for line in given_files.lines(path):
             name, _, value = line.partition("=")
             if name.strip() == "base_url":
                 print(f" Weights & Biases: the server is {value.strip()} ({path})", flush=True)

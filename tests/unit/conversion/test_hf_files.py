@@ -84,6 +84,31 @@ def test_older_files_of_torch(tmp_path):
     assert source.dtype("a") == "bfloat16"
 
 
+@pytest.mark.parametrize(("opener", "form"), [("_opened", hf_files.SINGLE), ("_unpickled", hf_files.PICKLED)])
+def test_a_file_is_not_opened_for_each_of_its_tensors(tmp_path, monkeypatch, opener, form):
+    """With 300,000 empty tensors, whose names are read at each opening, this took hours."""
+    tensors = {f"layers.{number}": torch.zeros(0) for number in range(100)}
+    hf_files.write(tmp_path, tensors.items(), tensors, 1000, form)
+    real, opened = getattr(hf_files, opener), []
+    monkeypatch.setattr(hf_files, opener, lambda file: opened.append(file) or real(file))
+    source = hf_files.Source(tmp_path)
+    for name in source.names():
+        assert source.dtype(name) == "float32"
+        assert source.numel(name) == source.read(name).numel() == 0
+    assert len(opened) == 1
+
+
+def test_what_is_mapped_is_released(tmp_path, monkeypatch):
+    tensors = {name: torch.ones(10) for name in "abcd"}
+    hf_files.write(tmp_path, tensors.items(), tensors, 1000)
+    real, opened = hf_files._opened, []
+    monkeypatch.setattr(hf_files, "_opened", lambda file: opened.append(file) or real(file))
+    monkeypatch.setattr(hf_files, "_MAPPED", 79)  # two tensors
+    source = hf_files.Source(tmp_path)
+    assert all(torch.equal(source.read(name), tensors[name]) for name in "abcd")
+    assert len(opened) == 2
+
+
 def test_what_would_run_is_refused(tmp_path):
     torch.save({"a": Runs(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"pytorch_model\.bin"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -432,3 +433,14 @@ def test_bytes_of_the_stock_tool(
     stock = stock_tool("--input", str(file), "--workers", "2", *kind, *files, *more)
     digests = [[hashlib.sha256(part).hexdigest() for part in contents(prefix)] for prefix in (ours, stock)]
     assert digests[0] == digests[1]
+
+
+def test_a_full_shared_memory_is_not_called_a_full_disk(corpus_file, preprocess, monkeypatch):
+    """Found by an attack: the line named --output-prefix and its disk."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a semaphore, without a name
+
+    monkeypatch.setattr(encoder, "ProcessPoolExecutor", full)
+    with pytest.raises(UsageError, match="/dev/shm, which holds the locks of the worker processes, is full"):
+        preprocess(corpus_file([{"text": SAMPLE}] * 3), flags=["--workers", "2"])

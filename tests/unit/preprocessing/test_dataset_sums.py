@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_a_run_does_not_begin_on_it(tmp_path: Path) -> None:
         f"the dataset is damaged: {data}.bin differs from what was written, at or after byte 0" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_is_in_the_place_of_the_checksums_is_told(tmp_path: Path, kind: str) -> None:
+    data = numbers.write_dataset(tmp_path / "numbers", documents=20)
+    sums = dataset_sums.path_of(data)
+    sums.unlink()
+    assert not dataset_sums.exist(data)
+    os.mkfifo(sums) if kind == "pipe" else sums.symlink_to("nowhere")
+    for told in (dataset_sums.exist, indexed_dataset.validate):
+        with pytest.raises(UsageError, match="must be the checksum file of a dataset, but is no file"):
+            told(data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])

@@ -172,6 +172,16 @@ def test_the_command_needs_a_run(tmp_path, capsys):
     assert "metrics.jsonl does not exist" in capsys.readouterr().err
 
 
+def test_a_run_that_cannot_be_read_is_refused(metrics, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    assert command.find(str(metrics)) == metrics
+    monkeypatch.setattr(command.files, "regular", refuse)  # root may read anything
+    with pytest.raises(UsageError, match="cannot be read \\(Permission denied\\)"):
+        command.find(str(metrics))
+
+
 def test_a_run_is_called_what_its_folder_is(metrics):
     assert command.name_of(command.find(str(metrics.parent))) == "my-run"
     assert command.name_of(metrics.with_name("curves.json")) == "curves"

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.web.address import LOOPBACK, Address, address, listening, require_packages, url
@@ -50,7 +51,7 @@ def find(run: str) -> Path:
     """Return the JSON-lines file of a run.
 
     Raises:
-        UsageError: the file does not exist.
+        UsageError: the file does not exist, or cannot be read.
     """
     path = Path(run)
     path = path / METRICS if path.is_dir() else path
@@ -60,6 +61,13 @@ def find(run: str) -> Path:
             f"{METRICS}, or its --json-log file",
             remedy="Correct the path.",
         )
+    try:
+        files.regular(path).close()
+    except OSError as error:
+        raise UsageError(
+            f"the file {path} cannot be read ({error.strerror}), but a dashboard shows what is in it",
+            remedy="Let the file's owner give you access to it.",
+        ) from error
     return path
 
 

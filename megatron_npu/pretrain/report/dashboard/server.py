@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_npu.pretrain.report.dashboard.snapshot import Run
 from megatron_npu.web.address import Address
 from megatron_npu.web.headers import HEADERS
+from megatron_npu.web.malformed import WithoutTraceback
 
 PAGE = Path(__file__).parent / "page"
 FILES = ("index.html", "dashboard.css", "dashboard.js")
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
         self.run_shown = run
         routes = [Route("/state", self._state), Route("/events", self._events)]
         routes += [Route(f"/{'' if name == 'index.html' else name}", _file(name)) for name in FILES]
-        app = _Guarded(Starlette(routes=routes), host)
+        app = WithoutTraceback(_Guarded(Starlette(routes=routes), host))
         super().__init__(
             uvicorn.Config(
                 app,
