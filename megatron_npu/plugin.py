@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_npu import adaptors
 from megatron_npu.adaptors.shared.decorators import OURS
 from megatron_npu.base import settings
-from megatron_npu.base.errors import LoaderWorkerError, UsageError
+from megatron_npu.base.errors import LoaderWorkerError, UnsavedStateError, UsageError
 from megatron_npu.patching import banner
 from megatron_npu.patching.engine import Engine
 from megatron_npu.patching.import_hook import Finder, Run
@@ -250,7 +250,7 @@ def _activate() -> Context:
     from megatron_npu.checkpoint_files.replicas import ReplicasDifferError
     from megatron_npu.ops import dispatch
 
-    kinds = UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError
+    kinds = UsageError, DriftError, PinError, ReplicasDifferError, LoaderWorkerError, UnsavedStateError
     _undoing.callback(one_line_end.arm(*kinds, traced=_of_own_program).disarm)
     settings.check()
     _undoing.callback(stacks.leave_signal)

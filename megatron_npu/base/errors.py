@@ -114,3 +114,15 @@ class LoaderWorkerError(RuntimeError):
         "last checkpoint.",
     ) -> None:
         super().__init__(f"{what.rstrip('.')}. {remedy}")
+
+
+class UnsavedStateError(RuntimeError):
+    """Raised when a run ends at an invalid loss and its state cannot be saved, because no folder is given.
+
+    Args:
+        what: a sentence that states what was found, and where.
+        remedy: an instruction for the next run.
+    """
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what} {remedy}".rstrip())

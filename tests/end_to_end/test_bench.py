@@ -61,11 +61,12 @@ def test_a_table(tmp_path, monkeypatch, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_table_of_transformers(tmp_path, monkeypatch):
-    """BERT with both heads in mixed precision, its parameters counted by hand."""
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_table_of_transformers(devices, tmp_path, monkeypatch):
+    """BERT with both heads in mixed precision, its parameters counted by hand, also on ranks that meet."""
     rows_alone(monkeypatch, "mixed-precision", slice(1, 2))
     result = tmp_path / "table.json"
-    line = f"--suite mixed-precision --devices 1 --steps 1 --repeat 2 --json {result}"
+    line = f"--suite mixed-precision --devices {devices} --steps 1 --repeat 2 --json {result}"
     assert command.main([*line.split(), *SIZE]) == 0
     found = json.loads(result.read_text())
     assert [row["outcome"] for row in found["rows"]] == ["measured"]

@@ -200,7 +200,8 @@ def _broken(folder: Path) -> argparse.Namespace:
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "one row": (
         _lonely,
-        "1 rows are too few to split into training and validation rows with --validation-fraction",
+        "1 rows are too few to split into training and validation rows with --validation-fraction 0.1. Add "
+        "a file validation.jsonl, or pass",
     ),
     "nothing to train on": (_without_train, "its splits are 'validation'"),
     "an empty part": (_empty, "a split has no rows"),

@@ -9,7 +9,6 @@ from tests.support import processes
 # Models whose group goes before them, as at the end of `train`; then the end of a process that has joined.
 TRAINS_OFTEN = """
 import faulthandler
-from argparse import Namespace
 import torch
 import torch.distributed as dist
 from megatron_npu.finetune.rapidformer import engine; from megatron_npu.finetune.model import sharding
@@ -28,7 +27,7 @@ for _ in range(150):
     train()
 
 wait, gloo.wait_for_workers = gloo.wait_for_workers, lambda: print("idle", wait())
-engine.join(Namespace(world_size=1, rank=0, distributed_timeout_minutes=1))
+engine.join(rank=0, world_size=1, timeout_minutes=1)
 model = sharding.data_parallel(torch.nn.Linear(8, 8))
 engine.leave()
 """

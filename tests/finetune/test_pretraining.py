@@ -60,7 +60,7 @@ def run(monkeypatch):
         args = arguments.parse(argv)
         args = arguments.with_ranks(args, ranks.Ranks())
         state.set_args(args)
-        engine.join(args)
+        engine.meet(args)
         return args
 
     yield begun
@@ -231,7 +231,7 @@ def test_words_and_pairs_count_each_by_their_own_number(folder, tmp_path, micro_
     args = arguments.parse(argv)
     args = arguments.with_ranks(args, ranks.Ranks())
     state.set_args(args)
-    engine.join(args)
+    engine.meet(args)
     try:
         numbers = {"short_seq_prob": args.short_seq_prob, "seed": args.seed}
         samples, _, _ = pairs(folder, args, train_valid_test_num_samples=[16, 16, 8], **numbers)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_npu.commands import cli
 from megatron_npu.finetune.model.prepare import Prepared
-from megatron_npu.finetune.run import resume_changes
+from megatron_npu.finetune.run import arguments, resume_changes
 from tests.conftest import ROOT
 from tests.support import tiny, train_runs
 from tests.support.payload import Runs
@@ -251,17 +251,19 @@ def test_what_the_script_creates_comes_from_the_checkpoint(
 
 
 def test_another_length_of_samples_is_said() -> None:
-    args, saved = Namespace(max_length=64, lr=1e-2), {"max_length": 128, "lr": 1e-2}
+    args, saved = Namespace(seq_length=64, lr=1e-2), {"seq_length": 128, "lr": 1e-2}
     prepared = cast("Prepared", Namespace(own_optimizer=True, flags_schedule=True, lr_scheduler=None))
-    expected = "  --max-length 64 (the checkpoint: 128): splits samples at other positions"
+    expected = "  --seq-length 64 (the checkpoint: 128): splits samples at other positions"
     assert resume_changes.since(args, saved, "there", prepared)[1:] == [expected]
 
 
 def test_the_page_has_a_row_for_each_flag() -> None:
     page = (ROOT / "docs" / "reference" / "resume.md").read_text(encoding="utf-8")
     page = page[page.index("## `megatron-npu train`") :]
-    tested = {row[0].split()[0] for row in ROWS} | {"--max-length"}
+    tested = {row[0].split()[0] for row in ROWS} | {"--seq-length"}
+    given = arguments.parse(["--user-script", __file__, "--train-iters", "1"])
     for row in resume_changes.FLAGS:
         rows = [line for line in page.splitlines() if line.startswith("|") and f"`{row.flag}`" in line]
         assert rows[0].endswith(f"| {row.effect} |"), row.flag
         assert row.flag in tested
+        assert hasattr(given, row.name), f"train has no flag {row.flag}"

@@ -552,11 +552,10 @@ def test_a_rank_whose_others_are_gone_says_so_in_a_line(monkeypatch) -> None:
         raise RuntimeError("Connection closed by peer\nGLHF!")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", fail)
-    place = SimpleNamespace(world_size=2, rank=1, distributed_timeout_minutes=1)
     with pytest.raises(
         UsageError, match="rank 1 cannot connect to the other ranks: Connection closed by peer"
     ):
-        engine.join(place)
+        engine.join(rank=1, world_size=2, timeout_minutes=1)
 
 
 def test_a_mistake_on_several_ranks_is_told_once(tmp_path: Path) -> None:

@@ -279,9 +279,10 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
     """Return the row numbers for training and for validation, chosen at random with ``seed``."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
+        kind = "".join(Path(name).suffixes) if Path(name).is_file() else ".csv"
         raise UsageError(
             f"--data-path {name}: {count} rows are too few to split into training and validation rows with "
-            f"--validation-fraction {fraction:g}. Add a file validation.csv, or pass a larger "
+            f"--validation-fraction {fraction:g}. Add a file validation{kind}, or pass a larger "
             "--validation-fraction."
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})

@@ -71,7 +71,7 @@ class RapidformerEngine:
         self._loaders: list[Loader] = []
         self._told_lengths = False
         self.used = False
-        join(self.args)
+        meet(self.args)
         seed_everything(self.args.seed)
         state.current().engines.append(self)
 
@@ -266,26 +266,35 @@ def used() -> int:
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
-def join(args: Namespace) -> None:
-    """Create the process group and start the watchdog.
-
-    A single process does not require an address.
+def meet(args: Namespace) -> None:
+    """Create the process group with the flags of a run, and check that all ranks save to the same folder.
 
     Raises:
-        UsageError: other processes are missing, torchrun restarted the run with a stale store, the limit of
-            open files is too low, or the processes save to different folders.
+        UsageError: the group cannot be created (see ``join``), or the ranks save to different folders.
     """
     if dist.is_initialized():
         return
+    join(args.rank, args.world_size, args.distributed_timeout_minutes)
+    if args.world_size > 1:
+        save_folder.require_shared(args.save, per_machine=args.save_per_machine)
+
+
+def join(rank: int, world_size: int, timeout_minutes: float) -> None:
+    """Create the process group and start the watchdog; a single process does not require an address.
+
+    Raises:
+        UsageError: other processes are missing, torchrun restarted the run with a stale store, or the limit
+            of open files is too low.
+    """
     watchdog.end_with_launcher()
     gloo.wait_at_exit()
     gloo.copy_with_one_thread()
     device = devices.current()
     # what lies in the host's memory (offloaded states, checkpoints) is exchanged there
     backend = device.backend if device.is_host else f"cpu:gloo,{device.name}:{device.backend}"
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    watchdog.require_open_files(args.world_size)
-    if args.world_size == 1:
+    timeout = timedelta(minutes=timeout_minutes)
+    watchdog.require_open_files(world_size)
+    if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         watchdog.begin()
         return
@@ -295,12 +304,11 @@ def join(args: Namespace) -> None:
             dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(
-            f"rank {args.rank} cannot connect to the other ranks: {str(error).partition(chr(10))[0]}. All "
-            f"{args.world_size} ranks must connect to each other. See the messages of the other ranks for "
+            f"rank {rank} cannot connect to the other ranks: {str(error).partition(chr(10))[0]}. All "
+            f"{world_size} ranks must connect to each other. See the messages of the other ranks for "
             "the cause."
         ) from error
     watchdog.begin()
-    save_folder.require_shared(args.save, per_machine=args.save_per_machine)
 
 
 def leave() -> None:

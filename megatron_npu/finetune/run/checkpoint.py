@@ -95,8 +95,8 @@ def require_there(args: Namespace) -> None:
     if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
             f"--load {folder} contains no checkpoint; it must be the --save folder of this run, or another "
-            f"folder with the file {checkpoint_files.TRACKER}. Correct the path, or remove --load; pass "
-            "initial weights with --pretrained-model-name-or-path."
+            f"folder with the file {checkpoint_files.TRACKER}. {checkpoint_files.right_folder(folder)}, or "
+            "remove --load; pass initial weights with --pretrained-model-name-or-path."
         )
 
 

@@ -60,7 +60,7 @@ OTHERS = (
         "uses other matrix products from the next iteration on; fp16 starts with its initial loss scale if "
         "the checkpoint has none",
     ),
-    Flag("max_length", "splits samples at other positions"),
+    Flag("seq_length", "splits samples at other positions"),
 )
 FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 import torch
@@ -67,7 +66,7 @@ def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callabl
     """
     rank, device = int(os.environ["RANK"]), devices.current()
     device.set_current(int(os.environ["LOCAL_RANK"]))
-    engine.join(Namespace(world_size=job.ranks, distributed_timeout_minutes=10))
+    engine.join(rank, job.ranks, timeout_minutes=10)
     engine.seed_everything(job.seed)
     if job.scheme.graph:
         import torch._inductor.compile_fx  # noqa: F401  (no part of the memory that is measured)

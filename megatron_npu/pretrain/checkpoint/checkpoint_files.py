@@ -70,8 +70,19 @@ def no_checkpoint(root: str | Path) -> UsageError:
     """Return the error for a directory that contains no checkpoint."""
     return UsageError(
         f"--load {root} contains no checkpoint; it must be a directory with the file {TRACKER}",
-        remedy="Correct the path.",
+        remedy=f"{right_folder(root)}.",
     )
+
+
+def right_folder(root: str | Path) -> str:
+    """Return what to do about a directory that contains no checkpoint, without the final period.
+
+    A directory of one iteration, which is a checkpoint itself, is a common mistake.
+    """
+    above = Path(root).parent
+    if Path(root).name.startswith("iter_") and (above / TRACKER).is_file():
+        return f"Use the directory above it, --load {above}"
+    return "Correct the path"
 
 
 def newest(root: str | Path, step: int | None = None) -> Path | None:

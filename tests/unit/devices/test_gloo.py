@@ -139,10 +139,9 @@ if sys.argv[1] == "uncured":
     gloo.copy_with_one_thread = lambda: None
 torch.set_num_threads(2)
 if sys.argv[2] == "train":
-    from argparse import Namespace
     from megatron_npu.finetune.rapidformer import engine
 
-    engine.join(Namespace(world_size=1, distributed_timeout_minutes=1))
+    engine.join(rank=0, world_size=1, timeout_minutes=1)
 else:
     Redirection(devices.CpuDevice()).on()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

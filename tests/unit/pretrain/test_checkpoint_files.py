@@ -175,3 +175,13 @@ def test_what_a_writer_adds_while_its_checkpoint_is_removed_goes_too(tmp_path: P
         monkeypatch.setattr(shutil, "rmtree", removing)
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_the_directory_of_an_iteration_is_told_from_that_of_a_run(tmp_path: Path) -> None:
+    one = checkpoint_files.directory(tmp_path, 12)
+    one.mkdir()
+    assert str(checkpoint_files.no_checkpoint(one)).endswith("Correct the path.")
+    checkpoint_files.set_latest(tmp_path, 12)
+    told = str(checkpoint_files.no_checkpoint(one))
+    assert told.endswith(f"Use the directory above it, --load {tmp_path}.")
+    assert str(checkpoint_files.no_checkpoint(tmp_path / "other")).endswith("Correct the path.")

@@ -1,6 +1,7 @@
-"""Support ``--log-straggler`` and ``--rerun-mode report_stats``.
+"""Support for ``--log-straggler``, ``--rerun-mode report_stats``, and the end of a run at a NaN loss.
 
-Patches ``megatron.core.utils:StragglerDetector`` and ``megatron.core.rerun_state_machine``.
+Patches ``megatron.core.utils:StragglerDetector``, ``megatron.core.rerun_state_machine`` and
+``megatron.training.training``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from megatron_npu import devices
 from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
-from megatron_npu.base.errors import LoaderWorkerError
+from megatron_npu.base.errors import LoaderWorkerError, UnsavedStateError
 
 
 @around(
@@ -82,3 +83,33 @@ def with_place(original: Any) -> type[tuple]:
             return "unknown"
 
     return Caller
+
+
+@around(
+    "megatron.training.training:save_checkpoint_and_time",
+    upstream_bug=True,
+    until=NOT_FIXED,
+    why="at a NaN loss without --save, a run ends with a TypeError of os.path.join: it saves its state for "
+    "examination to the folder None",
+)
+def say_why_it_ends(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    """Raise an error that names the invalid result if there is no folder to save the state to.
+
+    All other callers of this function check ``--save`` themselves.
+
+    Raises:
+        UnsavedStateError: ``--save`` was not given.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training.global_vars import get_args
+
+    if get_args().save is not None:
+        return original(iteration, *args, **kwargs)
+    result = getattr(get_rerun_state_machine(), "initial_result", None)  # None on ranks that found nothing
+    value = "" if result is None else f" ({torch.as_tensor(result).item()})"
+    raise UnsavedStateError(
+        f"the loss or a gradient of iteration {iteration + 1} is invalid{value}, and Megatron ends the run; "
+        "the state was not saved, because --save is not given.",
+        remedy="Add --save DIR to keep the state of this iteration for examination. If training diverges, "
+        "lower --lr, or check the data; --no-check-for-nan-in-loss-and-grad continues anyway.",
+    )

@@ -233,7 +233,7 @@ def _find_checkpoint(args: Namespace) -> CheckpointInfo | None:
         raise UsageError(
             f"--load {args.load} contains no checkpoint; it must be a directory with the file "
             f"{checkpoint_files.TRACKER}",
-            remedy="Correct the path, or remove --load to start from scratch.",
+            remedy=f"{checkpoint_files.right_folder(args.load)}, or remove --load to start from scratch.",
         )
     return found
 
