@@ -28,6 +28,7 @@ class CountedTensors(Tensors):
         allocator: the simulated allocator.
         workspaces: the bytes of cuBLAS workspaces in it.
         traffic: the traffic that the rank has sent.
+        running: the operation that runs, or has run last.
     """
 
     def __init__(self, received: dict[int, list[int]], allocator: Allocator) -> None:
@@ -35,6 +36,7 @@ class CountedTensors(Tensors):
         self.allocator = allocator
         self.workspaces = 0
         self.traffic = Traffic()
+        self.running = ""
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}
         self._multiplying: set[int] = set()
         self._lock = threading.RLock()  # backward runs on threads of its own
@@ -42,6 +44,7 @@ class CountedTensors(Tensors):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", func)
         self.traffic.note(packet, args)
+        self.running = str(packet)
         if packet in _PRODUCTS:
             self._workspace(args)
         result = super().dispatch(func, types, args, kwargs)

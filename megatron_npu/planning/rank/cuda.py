@@ -63,6 +63,8 @@ def main(path: str) -> int:
             before_training.stopping() if specification.get("check") else contextlib.nullcontext(),
         ):
             tensors.asked = functools.partial(_note_asked, noted)
+            if specification.get("snapshot"):
+                allocator.frames = functools.partial(_calling_lines, tensors)
             os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
             plugin.install()
             try:
@@ -101,6 +103,10 @@ def main(path: str) -> int:
 
 def _note_asked(noted: notes.Notes, operation: str) -> None:
     noted.asked[f"{notes.asking_line()} ({operation})"] += 1
+
+
+def _calling_lines(tensors: Any) -> list[dict[str, Any]]:
+    return notes.calling_lines(tensors.running)
 
 
 def _address(tensors: Any) -> Callable[[torch.Tensor], int]:

@@ -195,6 +195,18 @@ def asking_line() -> str:
     return "torch"
 
 
+def calling_lines(operation: str) -> list[dict[str, Any]]:
+    """Return the operation and the program's lines outside torch that call it, in a snapshot's format."""
+    lines: list[dict[str, Any]] = [{"filename": "", "line": 0, "name": operation}]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in _BELOW):
+            lines.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+        frame = frame.f_back
+    return lines
+
+
 def failing_line(error: BaseException) -> str:
     """Return the innermost line of the program, outside torch, that raised an error."""
     lines = [
