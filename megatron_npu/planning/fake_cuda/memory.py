@@ -17,6 +17,7 @@ from megatron_npu.planning.replay import Allocator, Block
 aten = torch.ops.aten
 # cuBLAS' workspace on Hopper (at::cuda::getChosenWorkspaceSize), one for each thread that multiplies
 _WORKSPACE = 32 << 20
+WORKSPACE = "cuBLAS's workspace"  # what a snapshot names it
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _FLASH_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._flash_attention_backward}
 
@@ -44,9 +45,9 @@ class CountedTensors(Tensors):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", func)
         self.traffic.note(packet, args)
-        self.running = str(packet)
         if packet in _PRODUCTS:
             self._workspace(args)
+        self.running = str(packet)
         result = super().dispatch(func, types, args, kwargs)
         for each in pytree.tree_leaves(result):
             if isinstance(each, Tensor) and each.device.type == "cuda":
@@ -80,6 +81,7 @@ class CountedTensors(Tensors):
             return
         if any(isinstance(each, Tensor) and each.device.type == "cuda" for each in args):
             self._multiplying.add(thread)
+            self.running = WORKSPACE
             self.workspaces += self.allocator.allocate(_WORKSPACE).size
 
     def _inside_flash_backward(self, query: Tensor) -> None:

@@ -28,6 +28,7 @@ from megatron_npu import plugin
 from megatron_npu.base import files
 from megatron_npu.commands import cli
 from megatron_npu.ops import triton
+from megatron_npu.ops.attention import packed_mask
 from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
@@ -53,6 +54,8 @@ def main(path: str) -> int:
         mock.patch.object(machine, "Tensors", mode),
         # no driver is asked here: the devices that are planned for have one
         mock.patch.object(triton, "_trouble", return_value=None),
+        # fake masks have no values: each row is one sequence, as where no document ends inside a sample
+        mock.patch.object(packed_mask, "_starts", return_value=[0]),
         _memory(allocator),
         peers.no_first_contact(),
     ):
