@@ -22,9 +22,10 @@ from megatron_npu.planning import hardware, page, remedies
 from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import TRAIN, Job
+from megatron_npu.planning.pipeline import Order
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.report import Plan, Row
-from megatron_npu.planning.search import Search
+from megatron_npu.planning.search import DryRun, Search
 
 _DESCRIPTION = (
     "Dry-run a job of --devices ranks on this machine: the memory and communication of each kind "
@@ -159,6 +160,12 @@ def require_covered(job: Job, device: str) -> None:
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
     """Print the layouts for which a dry run was made, and return 2 if none of them fits."""
+    for flag in ("html", "timeline"):
+        if getattr(options, flag) is not None:
+            raise UsageError(
+                f"--{flag} does not support --search, which runs many layouts",
+                remedy=f"Remove --{flag}, or plan one of the layouts without --search.",
+            )
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
@@ -166,16 +173,27 @@ def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
         calibration = Calibration.of(options.bench, *place)
     search = Search(job, options.memory, options.devices_per_node, name, options.search_runs, calibration)
 
-    def needed(changed: Job) -> tuple[int | None, str]:
+    known: dict[tuple[int, ...], tuple[Order, ...] | None] = {}  # layouts with equal stages share an order
+
+    def dry_run(changed: Job) -> DryRun:
         kinds = changed.representatives(by_batch=False)
-        ends = dict.fromkeys((min(kinds), max(kinds)))
-        rows = [Row(rank, *kinds[rank], found) for rank, found in ranks.run(changed, ends).items()]
+        first = [listed[0] for listed in changed.stages().values()]
+        key = (changed.pipeline, changed.number("--num-layers-per-virtual-pipeline-stage", 0))
+        key += (changed.words()[1],)
+        ends = (min(kinds), max(kinds))
+        found = ranks.run(changed, dict.fromkeys(ends if key in known else (*ends, *first)))
+        rows = [Row(rank, *kinds[rank], each) for rank, each in found.items()]
         failed = next((row for row in rows if row.failed), None)
         if failed is not None:
-            return None, _last_words(failed).splitlines()[-1]
-        return max(row.needed for row in rows), ""
+            return DryRun(None, _last_words(failed).splitlines()[-1])
+        if key not in known:
+            orders = tuple(found[rank].get("order") or () for rank in first)
+            known[key] = orders if all(orders) else None
+        return DryRun(max(row.needed for row in rows), orders=known[key])
 
-    found, lines = search.run(needed)
+    found, lines = search.run(dry_run)
+    if options.json is not None:
+        files.write(options.json, json.dumps(search.to_json(found), indent=1) + "\n")
     print("\n".join(lines), flush=True)
     return 0 if any(map(search.fits, found)) else 2
 
