@@ -144,16 +144,15 @@ def lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = [
         "## CUDA against NPU",
         "",
-        "`python -m benchmarks.plan_devices` plans each layout (8 layers, hidden size 1,024, 1,024 tokens) with",
-        "`--device npu` and `--device cuda` (triton installed) and compares the fullest rank. Three operations",
-        "allocate other tensors on the two devices, and their bytes at the peak are in columns of their own, NPU",
-        "and CUDA: cuBLAS has a workspace of 32 MiB for each thread that multiplies; attention saves 8 fp32",
-        "values for each query and statistic on an NPU and one on CUDA; dropout with its fused residual norm saves",
-        "its mask on an NPU, and on CUDA a seed. Without these the rest must be within 2 %. "
-        + f"{'; '.join(f'{day}, commit {commit}' for day, commit in pairs)}:",
-        f"{many} of {len(found)} layouts are.",
+        "`python -m benchmarks.plan_devices` plans each layout (8 layers, hidden size 1,024, 1,024 tokens)",
+        "with `--device npu` and `--device cuda` (triton installed) and compares the fullest rank. Three",
+        "operations allocate other tensors on the two devices. Their bytes at the peak are in columns of their",
+        "own, first NPU, then CUDA: cuBLAS has a workspace of 32 MiB for each thread that multiplies; attention",
+        "saves more statistics of its softmax on an NPU; dropout, with the residual norm that is fused with it,",
+        "saves its mask on an NPU and a seed on CUDA. Without these, the rest must be within 2 %.",
+        f"{'; '.join(f'{day}, commit {commit}' for day, commit in pairs)}: {many} of {len(found)} are.",
         "",
-        "| layout | NPU, bytes | CUDA, bytes | differ | cuBLAS, MB | attention, MB | dropout, MB | the rest |",
+        "| layout | NPU, bytes | CUDA, bytes | differ | cuBLAS, MB | attention, MB | dropout, MB | rest |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in found.items():

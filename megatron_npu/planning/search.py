@@ -93,7 +93,7 @@ class Search:
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
-        """Return the layouts for which a dry run was made, fastest that fits first, and the lines to print."""
+        """Return the layouts that were dry-run, fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
         found = [Found(each, dry_run(each.layout.job(self.job, each.shape))) for each in kept[: self.runs]]
         found.sort(key=lambda each: (not self.fits(each), each.time.total))
