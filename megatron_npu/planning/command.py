@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from argparse import Namespace
@@ -23,7 +24,7 @@ from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import TRAIN, Job
 from megatron_npu.planning.pipeline import Order
-from megatron_npu.planning.ranks import Ranks
+from megatron_npu.planning.ranks import ENOUGH, Ranks
 from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import DryRun, Search
 
@@ -127,8 +128,7 @@ def main(argv: Sequence[str]) -> int:
     plan = _planned(job, ranks, options)
     failed = plan.failed or plan.endless
     if failed is not None:
-        said = f"megatron-npu plan: rank {failed.rank} of {job.devices} {_ending_of(failed)}"
-        print(f"{said}\n{_last_words(failed)}", file=sys.stderr)
+        print(f"megatron-npu plan: rank {failed.rank} of {job.devices} {_end_of(failed)}", file=sys.stderr)
         return 2
     if plan.too_full is not None and not options.no_remedy:
         _look_for_remedy(plan, ranks)
@@ -272,18 +272,20 @@ def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
     plan.remedy, plan.tried = remedies.found(plan.job, needed, plan.memory)
 
 
-def _ending_of(row: Row) -> str:
+def _end_of(row: Row) -> str:
     if "asked_by" in row.found:
-        return (
-            "needs more memory than any device has; the last allocation was requested in "
-            f"{row.found['asked_by']}:"
-        )
-    return "stops before it has trained:"
+        return _last_words(row)
+    return f"stops before it has trained:\n{_last_words(row)}"
 
 
 def _last_words(row: Row) -> str:
     if "asked_by" in row.found:
-        return str(row.failed)
+        size = re.search(r"Tried to allocate (\S+ \S+?)[. ]", str(row.failed))
+        return (
+            f"needs more memory than any device has: {row.found['asked_by']} asked for "
+            f"{size[1] if size else 'more'}, but a device was assumed to have at most {ENOUGH}. Shard the "
+            "model over more devices, or reduce it."
+        )
     log = row.found.get("log", "")
     errors = [line for line in log.splitlines() if "error:" in line]
     if row.found.get("code") == 2 and errors:

@@ -214,8 +214,11 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
             handle.remove()
 
 
-# of files whose lines are nobody's program
-_BELOW = ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")
+# of files whose lines are nobody's program: torch's, and ours that stand between a program and torch
+_BELOW = (
+    *("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<"),
+    *("megatron_npu/devices/redirect", "megatron_npu/patching"),
+)
 
 
 def asking_line() -> str:
