@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plan_devices
 from tests.sim import dry_grid
 from tests.support import processes
 
