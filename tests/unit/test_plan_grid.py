@@ -74,7 +74,7 @@ def test_blocks_without_a_partner_are_those_of_the_operations_that_differ() -> N
 
 
 def test_the_record_of_the_two_devices_counts_what_is_within_two_per_cent() -> None:
-    held = dict.fromkeys(plan_devices.DIFFERENT, [0, 64 << 20])
+    held = {name: [0, 64 << 20] for name in plan_devices.DIFFERENT}
     row = {"npu": 100, "cuda": 103, "differ": 3.0, "held": held, "day": "today", "commit": "abc"}
     said = plan_devices.lines({"one": row | {"rest_differ": -2.0}, "two": row | {"rest_differ": 2.1}})
     assert "today, commit abc: 1 of 2 are." in said
