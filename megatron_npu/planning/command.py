@@ -12,9 +12,10 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
@@ -160,42 +161,58 @@ def require_covered(job: Job, device: str) -> None:
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
     """Print the layouts for which a dry run was made, and return 2 if none of them fits."""
-    for flag in ("html", "timeline"):
-        if getattr(options, flag) is not None:
-            raise UsageError(
-                f"--{flag} does not support --search, which runs many layouts",
-                remedy=f"Remove --{flag}, or plan one of the layouts without --search.",
-            )
+    _reject_pages(options)
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
         place = (options.device, HARDWARE[name], options.devices_per_node)
         calibration = Calibration.of(options.bench, *place)
     search = Search(job, options.memory, options.devices_per_node, name, options.search_runs, calibration)
-
-    known: dict[tuple[int, ...], tuple[Order, ...] | None] = {}  # layouts with equal stages share an order
-
-    def dry_run(changed: Job) -> DryRun:
-        kinds = changed.representatives(by_batch=False)
-        first = [listed[0] for listed in changed.stages().values()]
-        key = (changed.pipeline, changed.number("--num-layers-per-virtual-pipeline-stage", 0))
-        key += (changed.words()[1],)
-        ends = (min(kinds), max(kinds))
-        found = ranks.run(changed, dict.fromkeys(ends if key in known else (*ends, *first)))
-        rows = [Row(rank, *kinds[rank], each) for rank, each in found.items()]
-        failed = next((row for row in rows if row.failed), None)
-        if failed is not None:
-            return DryRun(None, _last_words(failed).splitlines()[-1])
-        if key not in known:
-            orders = tuple(found[rank].get("order") or () for rank in first)
-            known[key] = orders if all(orders) else None
-        return DryRun(max(row.needed for row in rows), orders=known[key])
-
-    found, lines = search.run(dry_run)
+    found, lines = search.run(_DryRuns(ranks))
     if options.json is not None:
         files.write(options.json, json.dumps(search.to_json(found), indent=1) + "\n")
     print("\n".join(lines), flush=True)
     return 0 if any(map(search.fits, found)) else 2
+
+
+def _reject_pages(options: Namespace) -> None:
+    for flag in ("html", "timeline"):
+        if getattr(options, flag) is not None:
+            raise UsageError(
+                f"--{flag} does not support --search, which runs many layouts",
+                remedy=f"Remove --{flag}, or plan one of the layouts without --search.",
+            )
+
+
+@dataclass(frozen=True)
+class _DryRuns:
+    """Runs the first and the last rank of layouts, and each stage of those whose order is not known yet.
+
+    Attributes:
+        known: the order of the passes of layouts with equally many stages, chunks and micro batches.
+    """
+
+    ranks: Ranks
+    known: dict[tuple[int, int, int], tuple[Order, ...] | None] = field(default_factory=dict)
+
+    def __call__(self, job: Job) -> DryRun:
+        kinds = job.representatives(by_batch=False)
+        first = [listed[0] for listed in job.stages().values()]
+        key = (job.pipeline, job.number("--num-layers-per-virtual-pipeline-stage", 0), job.words()[1])
+        wanted = [min(kinds), max(kinds)] if key in self.known else [min(kinds), max(kinds), *first]
+        found = self.ranks.run(job, dict.fromkeys(wanted))
+        rows = [Row(rank, *kinds[rank], each) for rank, each in found.items()]
+        failed = next((row for row in rows if row.failed), None)
+        if failed is not None:
+            return DryRun(None, _last_words(failed).splitlines()[-1])
+        if key not in self.known:
+            self.known[key] = _orders(found, first)
+        return DryRun(max(row.needed for row in rows), orders=self.known[key])
+
+
+def _orders(found: Mapping[int, Mapping[str, Any]], ranks: Iterable[int]) -> tuple[Order, ...] | None:
+    orders = tuple(found[rank].get("order") or () for rank in ranks)
+    return orders if all(orders) else None
 
 
 def _write(plan: Plan, ranks: Ranks, options: Namespace) -> None:

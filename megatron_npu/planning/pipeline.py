@@ -27,30 +27,32 @@ def span(orders: Sequence[Order], seconds: Callable[[str, int, int], float]) -> 
     Returns:
         The time in seconds; None if the orders do not fit together: a pass waits for one that never runs.
     """
-    stages = len(orders)
-    chunks = 1 + max((chunk for order in orders for _, chunk, _ in order), default=-1)
-    ends: dict[tuple[str, int, int], float] = {}
-    free, at = [0.0] * stages, [0] * stages
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order):
-                kind, chunk, batch = order[at[stage]]
-                needed = _needed(kind, chunk * stages + stage, batch, stages * chunks)
-                if any(each not in ends for each in needed):
-                    break
-                begin = max([free[stage], *(ends[each] for each in needed)])
-                free[stage] = begin + seconds(kind, stage, chunk)
-                ends[kind, chunk * stages + stage, batch] = free[stage]
-                at[stage] += 1
-                moved = True
-    whole = chunks > 0 and all(len(order) == 2 * chunks * micro_batches(orders) for order in orders)
-    return max(free) if whole and all(map(_is_done, at, orders)) else None
+    stages, chunks = len(orders), len({chunk for order in orders for _, chunk, _ in order})
+    if {len(order) for order in orders} != {2 * chunks * micro_batches(orders)} or not chunks:
+        return None
+    ends: dict[Pass, float] = {}
+    free, left = [0.0] * stages, [list(reversed(order)) for order in orders]
+    stage = idle = 0
+    while idle < stages and any(left):  # until no stage in turn can begin its next pass
+        begin = _begin(ends, left[stage], stage, stages, chunks)
+        if begin is None:
+            stage, idle = (stage + 1) % stages, idle + 1
+            continue
+        kind, chunk, batch = left[stage].pop()
+        free[stage] = max(free[stage], begin) + seconds(kind, stage, chunk)
+        ends[kind, chunk * stages + stage, batch] = free[stage]
+        idle = 0
+    return None if any(left) else max(free)
 
 
-def _is_done(at: int, order: Order) -> bool:
-    return at == len(order)
+def _begin(ends: dict[Pass, float], left: list[Pass], stage: int, stages: int, chunks: int) -> float | None:
+    """Return when a stage has what its next pass needs; None if that is unknown, or if no pass is left."""
+    if not left:
+        return None
+    kind, chunk, batch = left[-1]
+    needed = _needed(kind, chunk * stages + stage, batch, stages * chunks)
+    found = [ends[each] for each in needed if each in ends]
+    return max(found, default=0.0) if len(found) == len(needed) else None
 
 
 def _needed(kind: str, place: int, batch: int, places: int) -> list[tuple[str, int, int]]:
