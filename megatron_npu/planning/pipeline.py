@@ -33,7 +33,7 @@ def span(orders: Sequence[Order], seconds: Callable[[str, int, int], float]) -> 
     ends: dict[Pass, float] = {}
     free, left = [0.0] * stages, [list(reversed(order)) for order in orders]
     stage = idle = 0
-    while idle < stages and any(left):  # until no stage in turn can begin its next pass
+    while idle < stages:  # until no stage can begin its next pass
         begin = _begin(ends, left[stage], stage, stages, chunks)
         if begin is None:
             stage, idle = (stage + 1) % stages, idle + 1
