@@ -204,7 +204,7 @@ ROOMS = (
     Room(
         "planning/rank/",
         "one rank of a planned job: a separate process that runs the job's command",
-        "base process plugin sim checkpoint_files watchdog planning commands ops.triton",
+        "base process plugin sim checkpoint_files watchdog planning commands ops ops.triton",
         ("torch", "torch_npu"),
     ),
     Room("__init__.py", "`import megatron_npu`: installs the import hook; the ledger", "patching plugin"),

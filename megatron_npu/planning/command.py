@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
@@ -22,9 +24,10 @@ from megatron_npu.planning import hardware, page, remedies
 from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import TRAIN, Job
-from megatron_npu.planning.ranks import Ranks
+from megatron_npu.planning.pipeline import Order
+from megatron_npu.planning.ranks import ENOUGH, Ranks
 from megatron_npu.planning.report import Plan, Row
-from megatron_npu.planning.search import Search
+from megatron_npu.planning.search import DryRun, Search
 
 _DESCRIPTION = (
     "Dry-run a job of --devices ranks on this machine: the memory and communication of each kind "
@@ -133,8 +136,7 @@ def main(argv: Sequence[str]) -> int:
     plan = _planned(job, ranks, options)
     failed = plan.failed or plan.endless
     if failed is not None:
-        said = f"megatron-npu plan: rank {failed.rank} of {job.devices} {_ending_of(failed)}"
-        print(f"{said}\n{_last_words(failed)}", file=sys.stderr)
+        print(f"megatron-npu plan: rank {failed.rank} of {job.devices} {_end_of(failed)}", file=sys.stderr)
         return 2
     if plan.too_full is not None and not options.no_remedy:
         _look_for_remedy(plan, ranks)
@@ -169,25 +171,58 @@ def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
 
     Return 2 if none of them fits.
     """
+    _reject_pages(options)
     name = options.hardware or hardware.default_of(options.device)
     calibration = Calibration()
     if options.bench is not None:
         place = (options.device, HARDWARE[name], options.devices_per_node)
         calibration = Calibration.of(options.bench, *place)
     search = Search(job, options.memory, options.devices_per_node, name, options.search_runs, calibration)
-
-    def needed(changed: Job) -> tuple[int | None, str]:
-        kinds = changed.representatives(by_batch=False)
-        ends = dict.fromkeys((min(kinds), max(kinds)))
-        rows = [Row(rank, *kinds[rank], found) for rank, found in ranks.run(changed, ends).items()]
-        failed = next((row for row in rows if row.failed), None)
-        if failed is not None:
-            return None, _last_words(failed).splitlines()[-1]
-        return max(row.needed for row in rows), ""
-
-    found, lines = search.run(needed)
+    found, lines = search.run(_DryRuns(ranks))
+    if options.json is not None:
+        files.write(options.json, json.dumps(search.to_json(found), indent=1) + "\n")
     print("\n".join(lines), flush=True)
     return 0 if any(map(search.fits, found)) else 2
+
+
+def _reject_pages(options: Namespace) -> None:
+    for flag in ("html", "timeline"):
+        if getattr(options, flag) is not None:
+            raise UsageError(
+                f"--{flag} does not support --search, which runs many layouts",
+                remedy=f"Remove --{flag}, or plan one of the layouts without --search.",
+            )
+
+
+@dataclass(frozen=True)
+class _DryRuns:
+    """Runs the first and the last rank of layouts, and each stage of those whose order is not known yet.
+
+    Attributes:
+        known: the order of the passes of layouts with equally many stages, chunks and micro batches.
+    """
+
+    ranks: Ranks
+    known: dict[tuple[int, int, int], tuple[Order, ...] | None] = field(default_factory=dict)
+
+    def __call__(self, job: Job) -> DryRun:
+        kinds = job.representatives(by_batch=False)
+        first = [listed[0] for listed in job.stages().values()]
+        key = (job.pipeline, job.number("--num-layers-per-virtual-pipeline-stage", 0), job.words()[1])
+        wanted = [min(kinds), max(kinds)] if key in self.known else [min(kinds), max(kinds), *first]
+        found = self.ranks.run(job, dict.fromkeys(wanted))
+        rows = [Row(rank, *kinds[rank], each) for rank, each in found.items()]
+        failed = next((row for row in rows if row.failed), None)
+        if failed is not None:
+            return DryRun(None, _last_words(failed).splitlines()[-1])
+        if key not in self.known:
+            self.known[key] = _orders(found, first)
+        return DryRun(max(row.needed for row in rows), orders=self.known[key])
+
+
+def _orders(found: Mapping[int, Mapping[str, Any]], ranks: Iterable[int]) -> tuple[Order, ...] | None:
+    orders = tuple(found[rank].get("order") or () for rank in ranks)
+    return orders if all(orders) else None
 
 
 def _write(plan: Plan, ranks: Ranks, options: Namespace) -> None:
@@ -268,18 +303,20 @@ def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
     plan.remedy, plan.tried = remedies.found(plan.job, needed, plan.memory)
 
 
-def _ending_of(row: Row) -> str:
+def _end_of(row: Row) -> str:
     if "asked_by" in row.found:
-        return (
-            "needs more memory than any device has; the last allocation was requested in "
-            f"{row.found['asked_by']}:"
-        )
-    return "stops before it has trained:"
+        return _last_words(row)
+    return f"stops before it has trained:\n{_last_words(row)}"
 
 
 def _last_words(row: Row) -> str:
     if "asked_by" in row.found:
-        return str(row.failed)
+        size = re.search(r"Tried to allocate (\S+ \S+?)[. ]", str(row.failed))
+        return (
+            f"needs more memory than any device has: {row.found['asked_by']} asked for "
+            f"{size[1] if size else 'more'}, but a device was assumed to have at most {ENOUGH}. Shard the "
+            "model over more devices, or reduce it."
+        )
     log = row.found.get("log", "")
     errors = [line for line in log.splitlines() if "error:" in line]
     if row.found.get("code") == 2 and errors:

@@ -4,14 +4,17 @@ Layouts for a dry run are selected by memory.
 
 The time estimate assumes that each operation of a layer takes its compute time or its memory-traffic time,
 whichever is longer (a roofline model). Communication of tensor, expert and pipeline parallelism is exposed,
-data-parallel communication overlaps with the backward pass of the last micro batch, and the pipeline has the
-bubble of the 1F1B schedule.
+and data-parallel communication overlaps with the backward pass of the last micro batch. The idle time of the
+pipeline follows from the order of passes that a dry run has recorded, or else from the formula for the 1F1B
+schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_npu.planning import pipeline
 from megatron_npu.planning.hardware import REACHED_FLOPS, REACHED_LINKS, REACHED_MEMORY, Hardware
 from megatron_npu.planning.layouts import Layout
 from megatron_npu.planning.shape import Shape
@@ -24,16 +27,18 @@ class Time:
     """Estimated duration of one iteration in seconds.
 
     Attributes:
-        computing: the time for the operations of the slowest stage.
+        computing: the time for the operations of a stage, averaged over the stages.
         sending: the time for exposed communication.
-        waiting: the time lost to the pipeline bubble.
+        waiting: the time that a stage waits for the others, averaged over the stages.
         updating: the time for the optimizer.
+        recorded: whether ``waiting`` follows from a recorded order, not from a formula.
     """
 
     computing: float
     sending: float
     waiting: float
     updating: float
+    recorded: bool = False
 
     @property
     def total(self) -> float:
@@ -99,28 +104,76 @@ class Estimate:
             return self.tokens * _HALF * self.shape.hidden / self.layout.tensor
         return self._of_a_layer()
 
-    def time(self) -> Time:
-        """Return the estimated time of an iteration."""
-        layout = self.layout
-        forward, core = self._forward()
-        again = {"none": 0.0, "selective": core, "full": forward}[layout.recomputed]
-        computing = layout.micro_batches * (3 * forward + again)
-        sent = self._sent() * (3 if layout.recomputed == "full" else 2) / 2
-        sending = layout.micro_batches * sent
-        idle = (layout.pipeline - 1) / (layout.micro_batches * layout.chunks)
-        hidden = 2 * forward
-        return Time(
-            computing,
-            sending + max(0.0, self._reduced() - hidden),
-            (computing + sending) * idle,
-            self._updated(),
-        )
+    def time(self, orders: Sequence[pipeline.Order] | None = None) -> Time:
+        """Return the estimated time of an iteration.
 
-    def _forward(self) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's forward pass on a stage, and the seconds spent in
-        attention.
+        Args:
+            orders: the passes of each stage in the order in which a dry run has run them. If None, or if they
+                do not fit together, the idle time is that of the 1F1B schedule, ``(p - 1) / v`` micro batches
+                of the slowest stage.
+        """
+        layout = self.layout
+        usual, last = self._stage(False), self._stage(True)
+        slowest = max(sum(usual), sum(last))
+        computing, sending = (
+            layout.micro_batches * ((layout.pipeline - 1) * of_usual + of_last) / layout.pipeline
+            for of_usual, of_last in zip(usual, last, strict=True)
+        )
+        whole = self._recorded(orders, slowest) if orders else None
+        recorded = whole is not None
+        if whole is None:
+            whole = slowest * (layout.micro_batches + (layout.pipeline - 1) / layout.chunks)
+        hidden = 2 * (layout.chunks - 1) * self._chunk(False)[0] + 2 * self._chunk(True)[0]
+        exposed = max(0.0, self._reduced() - hidden)
+        waiting = max(0.0, whole - computing - sending)  # without stages, only the rounding is left
+        return Time(computing, sending + exposed, waiting, self._updated(), recorded)
+
+    def _recorded(self, orders: Sequence[pipeline.Order], slowest: float) -> float | None:
+        """Return the seconds of all micro batches; those that were not run add the slowest stage's time."""
+        layout = self.layout
+        if len(orders) != layout.pipeline:
+            return None
+        seconds = {
+            (kind, is_last): sum(self._pass(kind, is_last))
+            for kind in (pipeline.FORWARD, pipeline.BACKWARD)
+            for is_last in (False, True)
+        }
+
+        def duration(kind: str, stage: int, chunk: int) -> float:
+            return seconds[kind, (stage, chunk) == (layout.pipeline - 1, layout.chunks - 1)]
+
+        found = pipeline.span(orders, duration)
+        if found is None:
+            return None
+        return found + slowest * (layout.micro_batches - pipeline.micro_batches(orders))
+
+    def _stage(self, has_last: bool) -> tuple[float, float]:
+        """Return the seconds that a stage, with or without the last chunk, computes and sends per batch."""
+        computing = sending = 0.0
+        for kind in (pipeline.FORWARD, pipeline.BACKWARD):
+            usual, last = self._pass(kind, False), self._pass(kind, has_last)
+            computing += (self.layout.chunks - 1) * usual[0] + last[0]
+            sending += (self.layout.chunks - 1) * usual[1] + last[1]
+        return computing, sending
+
+    def _pass(self, kind: str, is_last: bool) -> tuple[float, float]:
+        """Return the seconds that a pass of a micro batch through a chunk computes and sends."""
+        layout = self.layout
+        forward, core, logits = self._chunk(is_last)
+        sent, staged = self._sent()
+        if kind == pipeline.FORWARD:
+            return forward, sent + staged
+        again = {"none": 0.0, "selective": core, "full": forward - logits}[layout.recomputed]
+        return 2 * forward + again, sent * (2 if layout.recomputed == "full" else 1) + staged
+
+    def _chunk(self, is_last: bool) -> tuple[float, float, float]:
+        """Return the seconds of a chunk's forward pass, and those of its attention and its logits in it.
+
+        Args:
+            is_last: whether it is the model's last chunk, which has the output layer.
         """
         shape, layout, tokens = self.shape, self.layout, self.tokens
+        layers = self.layers / layout.chunks
         core = self._operation(
             2 * tokens * shape.length * shape.heads * shape.channels / layout.tensor,  # half is masked
             tokens * _HALF * shape.channels * 2 * (shape.heads + shape.groups) / layout.tensor,
@@ -131,9 +184,8 @@ class Estimate:
         rest = self._operation(
             0, tokens * _HALF * (10 * shape.hidden + 3 * shape.chosen * shape.ffn) / layout.tensor
         )
-        logits = self._product(shape.table / layout.tensor, tokens)
-        layer = core + attention + mlp + rest
-        return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
+        logits = self._product(shape.table / layout.tensor, tokens) if is_last else 0.0
+        return layers * (core + attention + mlp + rest) + logits, layers * core, logits
 
     def _product(self, weights: float, tokens: float) -> float:
         """Return the seconds of a matmul of tokens with a weight matrix."""
@@ -143,17 +195,17 @@ class Estimate:
         hardware = self.hardware
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
-    def _sent(self) -> float:
-        """Return the seconds of a micro-batch's communication on a stage, forward and backward."""
+    def _sent(self) -> tuple[float, float]:
+        """Return the seconds that a pass through a chunk communicates: within its layers, and to a stage."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
-        tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring
-        pairs = 4 * self.tokens * shape.channels * shape.groups * _HALF / layout.tensor
+        tensor = 4 * states * self._ring(layout.tensor, 1)  # two all-reduces, each twice a ring
+        pairs = 2 * self.tokens * shape.channels * shape.groups * _HALF / layout.tensor
         context = pairs * layout.context * self._ring(layout.context, layout.tensor)
-        rows = 4 * states * shape.chosen / layout.tensor
+        rows = 2 * states * shape.chosen / layout.tensor
         experts = rows * self._ring(layout.expert, layout.tensor) if shape.experts else 0.0
-        staged = 2 * layout.chunks * states / layout.tensor * self._ring(layout.pipeline, self._inner)
-        return self.layers * (tensor + context + experts) + staged
+        staged = states / layout.tensor * self._ring(layout.pipeline, self._inner)
+        return self.layers / layout.chunks * (tensor + context + experts), staged
 
     @property
     def _inner(self) -> int:

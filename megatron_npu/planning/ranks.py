@@ -20,7 +20,7 @@ from megatron_npu.process import python_child
 from megatron_npu.sim import launcher
 
 LIMIT = "1M"  # what is larger is not computed
-_ENOUGH = "4096G"  # of memory, so that a rank says what it needs and not that it does not fit
+ENOUGH = "4096G"  # of memory, so that a rank says what it needs and not that it does not fit
 _LONGEST = 1800  # seconds
 
 
@@ -167,7 +167,7 @@ class Ranks:
         if self.device == "npu":
             place[settings.SIM_DEVICES.name] = self.per_node
             place[settings.SIM_DRY.name] = self.computed
-            place[settings.SIM_MEMORY.name] = _ENOUGH if memory is None else memory
+            place[settings.SIM_MEMORY.name] = ENOUGH if memory is None else memory
         return {name: str(value) for name, value in place.items()}
 
     def _environment_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:

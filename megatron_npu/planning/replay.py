@@ -10,6 +10,7 @@ and libraries are included only if a caller adds them.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class Allocator:
         peak, peak_reserved: their maxima.
         count: the number of allocations.
         events: the history in the format of torch's snapshots. If None, it is not recorded.
+        frames: returns the calling lines that an allocation's event names. If None, it names none.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -67,6 +69,7 @@ class Allocator:
         self._taken: dict[int, Block] = {}
         self._segments: dict[int, int] = {}  # address -> bytes
         self.events: list[dict[str, Any]] | None = None
+        self.frames: Callable[[], list[dict[str, Any]]] | None = None
 
     def allocate(self, asked: int) -> Block:
         """Return a block of at least the given number of bytes.
@@ -128,7 +131,8 @@ class Allocator:
 
     def _note(self, action: str, address: int, size: int) -> None:
         if self.events is not None:
-            told = {"action": action, "addr": address, "size": size, "stream": 0, "frames": []}
+            frames = self.frames() if self.frames is not None and action == "alloc" else []
+            told = {"action": action, "addr": address, "size": size, "stream": 0, "frames": frames}
             self.events.append(told | {"time_us": len(self.events)})
 
     def _take(self, size: int, small: bool) -> Block | None:

@@ -190,7 +190,8 @@ class Plan:
         asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
         if not asked:
             return []
-        value = "1 (true for booleans, 0 for integers)" if self.device == "npu" else "0"
+        npu, cuda = "1 (integers: 0; booleans: true for `all`, else false)", "0 (true for `equal`)"
+        value = npu if self.device == "npu" else cuda
         head = f"values of tensors that are not computed were assumed to be {value} in {len(asked)} line(s):"
         more = [f"  and {len(asked) - 3} more (--json FILE has them)"] * (len(asked) > 3)
         return [head, *(f"  {key}" for key in asked[:3]), *more]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning import layouts
 from megatron_npu.planning.calibration import Calibration
-from megatron_npu.planning.estimate import Estimate
+from megatron_npu.planning.estimate import Estimate, Time
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.layouts import Layout
+from megatron_npu.planning.pipeline import Order
 from megatron_npu.planning.report import size_text
 from megatron_npu.planning.shape import Shape
 
@@ -19,17 +21,36 @@ _MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a li
 
 
 @dataclass(frozen=True)
-class Found:
-    """Layout with the result of its dry run.
+class DryRun:
+    """The result of a layout's dry run.
 
     Attributes:
         needed: the bytes that its largest rank needs; None if it did not train.
         why: the reason why it did not train.
+        orders: the passes of each pipeline stage in the order in which it ran them. None if they were not
+            recorded.
     """
 
-    estimate: Estimate
     needed: int | None
     why: str = ""
+    orders: tuple[Order, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout after its dry run."""
+
+    estimate: Estimate
+    ran: DryRun
+
+    @property
+    def time(self) -> Time:
+        return self.estimate.time(self.ran.orders)
+
+    @property
+    def wait_is_formula(self) -> bool:
+        """True if the layout is pipelined but no order of its passes is known."""
+        return self.estimate.layout.pipeline > 1 and not self.time.recorded
 
 
 @dataclass(frozen=True)
@@ -71,24 +92,41 @@ class Search:
         kept = _not_beaten(each for each in listed if each.memory() <= self.memory * _MARGIN)
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
-    def run(self, needed: Callable[[Job], tuple[int | None, str]]) -> tuple[list[Found], list[str]]:
-        """Return the tested layouts, fastest that fits first, and the lines to print.
-
-        Args:
-            needed: returns the bytes that a job's largest rank needs, or None and the reason why it did not
-                train.
-        """
+    def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
+        """Return the layouts that were dry-run, fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
-        found = []
-        for estimate in kept[: self.runs]:
-            size, why = needed(estimate.layout.job(self.job, estimate.shape))
-            found.append(Found(estimate, size, why))
-        found.sort(key=lambda each: (not self.fits(each), each.estimate.time().total))
+        found = [Found(each, dry_run(each.layout.job(self.job, each.shape))) for each in kept[: self.runs]]
+        found.sort(key=lambda each: (not self.fits(each), each.time.total))
         return found, self._lines(found, len(kept), count)
 
     def fits(self, found: Found) -> bool:
         """Return True if a layout trained within the memory limit."""
-        return found.needed is not None and found.needed <= self.memory
+        return found.ran.needed is not None and found.ran.needed <= self.memory
+
+    def to_json(self, found: Iterable[Found]) -> dict[str, Any]:
+        """Return the layouts for which a dry run was made, with sizes in bytes and times in seconds."""
+        return {
+            "devices": self.job.devices,
+            "memory": self.memory,
+            "hardware": self.hardware,
+            "calibration": {"factor": self.calibration.factor, "source": self.calibration.line()},
+            "layouts": [
+                {
+                    **asdict(each.estimate.layout),
+                    "flags": each.estimate.layout.flags(each.estimate.shape),
+                    "needed": each.ran.needed,
+                    "fits": self.fits(each),
+                    "error": each.ran.why or None,
+                    "estimate": {
+                        name: getattr(each.time, name) * self.calibration.factor
+                        for name in ("total", "computing", "sending", "waiting", "updating")
+                    },
+                    "waiting_from": "formula" if each.wait_is_formula else "recorded order",
+                    "orders": each.ran.orders,
+                }
+                for each in found
+            ],
+        }
 
     def _lines(self, found: list[Found], kept: int, count: int) -> list[str]:
         said = [
@@ -106,6 +144,9 @@ class Search:
             "memory: the larger of the first and last stage in the dry run, with communication buffers; a "
             f"device has {size_text(self.memory)}. estimate: seconds per iteration on {self.hardware} by a "
             f"roofline model; {self.calibration.line()}",
+            "wait: the average idle time of a stage, from the order of passes that the dry run recorded"
+            + "; *: no order was recorded, from the formula (PP - 1) / (micro batches x VP)"
+            * any(each.wait_is_formula for each in found),
         ]
         best = next((each for each in found if self.fits(each)), None)
         if best is None:
@@ -113,7 +154,7 @@ class Search:
         return [*said, f"fastest that fits: {' '.join(best.estimate.layout.flags(best.estimate.shape))}"]
 
     def _line(self, found: Found) -> str:
-        layout, time = found.estimate.layout, found.estimate.time()
+        layout, time, needed = found.estimate.layout, found.time, found.ran.needed
         sizes: tuple[tuple[int, int], ...] = (
             *((size, 4) for size in _sizes(layout)),
             (layout.data, 6),
@@ -121,12 +162,14 @@ class Search:
         )
         text = "".join(f"{size:>{width}}" for size, width in sizes)
         text += f"{layout.recomputed:>11}{'yes' if layout.shared else 'no':>8}"
-        size = "no run" if found.needed is None else size_text(found.needed)
+        size = "no run" if needed is None else size_text(needed)
         text += f"{size:>12}{time.total * self.calibration.factor:>9.3g}s"
-        for part, width in ((time.computing + time.updating, 9), (time.waiting, 6), (time.sending, 6)):
-            text += f"{f'{100 * part / time.total:.0f}%':>{width}}"
-        if found.needed is None:
-            return f"{text}  {found.why[:100]}"
+        mark = "*" if found.wait_is_formula else ""
+        parts = ((time.computing + time.updating, "", 9), (time.waiting, mark, 6), (time.sending, "", 6))
+        for part, note, width in parts:
+            text += f"{f'{100 * part / time.total:.0f}%{note}':>{width}}"
+        if needed is None:
+            return f"{text}  {found.ran.why[:100]}"
         return text if self.fits(found) else f"{text}  does not fit"
 
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plan_devices
 from megatron_npu.base import files
 from tests.sim.dry_layouts import LAYOUTS
 
@@ -103,6 +104,9 @@ def main() -> None:
     path = RESULTS / "mistakes.json"
     if path.exists():
         said += ["", *mistakes(json.loads(path.read_text()))]
+    path = RESULTS / "devices.json"
+    if path.exists():
+        said += ["", *plan_devices.lines(json.loads(path.read_text()))]
     files.write(PAGE, _HEAD + "\n".join(said) + "\n")
 
 

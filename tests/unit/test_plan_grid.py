@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plan_devices
 from tests.sim import dry_grid
 from tests.support import processes
 
@@ -63,3 +64,18 @@ def test_the_commit_is_the_last_one_of_what_matters(tmp_path: Path, monkeypatch:
     assert dry_grid.commit(lists) == own
     (tmp_path / "package" / "job.py").write_text("changed")
     assert dry_grid.commit(lists) == f"{own}+"
+
+
+def test_blocks_without_a_partner_are_those_of_the_operations_that_differ() -> None:
+    npu = [(1000, ""), (1000, "attention"), (1 << 20, ""), (5000, "residual norm")]
+    cuda = [(1000, ""), ((1 << 20) + 512, ""), (32 << 20, "cuBLAS")]
+    assert plan_devices.unpaired(npu, cuda) == {"cuBLAS": 0, "attention": 1000, "residual norm": 5000}
+    assert plan_devices.unpaired(cuda, npu) == {"cuBLAS": 32 << 20, "attention": 0, "residual norm": 0}
+
+
+def test_the_record_of_the_two_devices_counts_what_is_within_two_per_cent() -> None:
+    held = {name: [0, 64 << 20] for name in plan_devices.DIFFERENT}
+    row = {"npu": 100, "cuda": 103, "differ": 3.0, "held": held, "day": "today", "commit": "abc"}
+    said = plan_devices.lines({"one": row | {"rest_differ": -2.0}, "two": row | {"rest_differ": 2.1}})
+    assert "today, commit abc: 1 of 2 are." in said
+    assert said[-1].endswith("| 0.0, 67.1 | +2.10 % |")

@@ -10,8 +10,9 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_npu.commands import cli
+from megatron_npu.planning import command
 from megatron_npu.planning.job import Job
-from megatron_npu.planning.rank import before_training
+from megatron_npu.planning.rank import before_training, notes
 from megatron_npu.planning.ranks import Ranks
 
 LARGE = 1 << 15  # numbers: 128 KiB
@@ -97,3 +98,36 @@ def test_the_ends_come_first_and_a_mistake_ends_it(
     said = capsys.readouterr()
     assert code == (0 if words else 2)
     assert words or "error: --num-layers 3; expected 4" in said.err
+
+
+def test_a_rank_that_no_device_holds_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "NPU out of memory. Tried to allocate 32768.00 GiB (NPU 0; 4096.00 GiB total capacity; …)"
+    found = {"error": said, "out_of_memory": True, "asked_by": "layers.py:7", "code": None}
+    monkeypatch.setattr(Ranks, "on", classmethod(lambda cls, device, per_node=8: cls(device, {}, per_node)))
+    monkeypatch.setattr(Ranks, "run", lambda self, job, numbers, memory=None: dict.fromkeys(numbers, found))
+    assert command.main(["--devices", "2", "--", "pretrain", "--num-layers", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "megatron-npu plan: rank 0 of 2 needs more memory than any device has: layers.py:7 asked for "
+        "32768.00 GiB, but a device was assumed to have at most 4096G. Shard the model over more devices, or "
+        "reduce it.\n"
+    )
+
+
+def calling(path: str, expression: str, inner: Any = None) -> Any:
+    """Return a function that a file at ``path`` defines, and that returns an expression's value in line 2."""
+    names = {"inner": inner}
+    exec(compile(f"def call():\n    return {expression}", path, "exec"), names)
+    return names["call"]
+
+
+@pytest.mark.parametrize("wrapper", ["devices/redirect/factories.py", "patching/attribute_patch.py"])
+def test_the_line_that_asks_is_the_programs_and_not_one_of_a_wrapper(wrapper: str) -> None:
+    path = f"/somewhere/megatron_npu/{wrapper}"
+    assert calling("/program.py", "inner()", calling(path, "inner()", notes.asking_line))() == "/program.py:2"
+    told = calling("/program.py", "inner()", calling(path, "inner('aten.mm')", notes.calling_lines))()
+    assert [frame["filename"] for frame in told[:2]] == ["", "/program.py"]
+    with pytest.raises(ZeroDivisionError) as caught:
+        calling("/program.py", "inner()", calling(path, "1 / 0"))()
+    assert notes.failing_line(caught.value) == "/program.py:2"

@@ -38,6 +38,11 @@ def _read(mask: Tensor) -> tuple[int, ...] | None:
         expected = (position > position[:, None]) | (position < begins[:, None])
         if not torch.equal(row, expected):
             return None
-        starts = (begins == position).nonzero().flatten().tolist()
+        starts = _starts(begins, position)
         lengths += [end - start for start, end in zip(starts, [*starts[1:], row.size(0)], strict=True)]
     return tuple(lengths)
+
+
+def _starts(begins: Tensor, position: Tensor) -> list[int]:
+    """Return the positions at which a sequence begins, given the first key ``[s]`` that each query sees."""
+    return (begins == position).nonzero().flatten().tolist()

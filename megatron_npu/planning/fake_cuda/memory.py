@@ -17,6 +17,7 @@ from megatron_npu.planning.replay import Allocator, Block
 aten = torch.ops.aten
 # cuBLAS' workspace on Hopper (at::cuda::getChosenWorkspaceSize), one for each thread that multiplies
 _WORKSPACE = 32 << 20
+WORKSPACE = "cuBLAS's workspace"  # what a snapshot names it
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _FLASH_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._flash_attention_backward}
 
@@ -28,6 +29,7 @@ class CountedTensors(Tensors):
         allocator: the simulated allocator.
         workspaces: the bytes of cuBLAS workspaces in it.
         traffic: the traffic that the rank has sent.
+        running: the operation that runs, or has run last.
     """
 
     def __init__(self, received: dict[int, list[int]], allocator: Allocator) -> None:
@@ -35,6 +37,7 @@ class CountedTensors(Tensors):
         self.allocator = allocator
         self.workspaces = 0
         self.traffic = Traffic()
+        self.running = ""
         self._blocks: dict[int, tuple[weakref.ref[Any], Block]] = {}
         self._multiplying: set[int] = set()
         self._lock = threading.RLock()  # backward runs on threads of its own
@@ -44,6 +47,7 @@ class CountedTensors(Tensors):
         self.traffic.note(packet, args)
         if packet in _PRODUCTS:
             self._workspace(args)
+        self.running = str(packet)
         result = super().dispatch(func, types, args, kwargs)
         for each in pytree.tree_leaves(result):
             if isinstance(each, Tensor) and each.device.type == "cuda":
@@ -77,6 +81,7 @@ class CountedTensors(Tensors):
             return
         if any(isinstance(each, Tensor) and each.device.type == "cuda" for each in args):
             self._multiplying.add(thread)
+            self.running = WORKSPACE
             self.workspaces += self.allocator.allocate(_WORKSPACE).size
 
     def _inside_flash_backward(self, query: Tensor) -> None:

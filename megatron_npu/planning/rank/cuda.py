@@ -28,6 +28,7 @@ from megatron_npu import plugin
 from megatron_npu.base import files
 from megatron_npu.commands import cli
 from megatron_npu.ops import triton
+from megatron_npu.ops.attention import packed_mask
 from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
@@ -53,6 +54,8 @@ def main(path: str) -> int:
         mock.patch.object(machine, "Tensors", mode),
         # no driver is asked here: the devices that are planned for have one
         mock.patch.object(triton, "_trouble", return_value=None),
+        # fake masks have no values: each row is one sequence, as where no document ends inside a sample
+        mock.patch.object(packed_mask, "_starts", return_value=[0]),
         _memory(allocator),
         peers.no_first_contact(),
     ):
@@ -63,6 +66,8 @@ def main(path: str) -> int:
             before_training.stopping() if specification.get("check") else contextlib.nullcontext(),
         ):
             tensors.asked = functools.partial(_note_asked, noted)
+            if specification.get("snapshot"):
+                allocator.frames = functools.partial(_calling_lines, tensors)
             os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, 8))
             plugin.install()
             try:
@@ -101,6 +106,10 @@ def main(path: str) -> int:
 
 def _note_asked(noted: notes.Notes, operation: str) -> None:
     noted.asked[f"{notes.asking_line()} ({operation})"] += 1
+
+
+def _calling_lines(tensors: Any) -> list[dict[str, Any]]:
+    return notes.calling_lines(tensors.running)
 
 
 def _address(tensors: Any) -> Callable[[torch.Tensor], int]:

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+from torch.utils import _pytree as pytree
+
+from megatron_npu.planning.pipeline import BACKWARD, FORWARD, Pass
 
 Address = Callable[[torch.Tensor], int] | None
 
@@ -31,6 +34,7 @@ class Notes:
         asked: maps ``file:line`` to the number of times that the program read unknown values there.
         updates: the number of updates.
         addresses: the addresses of persistent memory: ``weights``, ``gradients``, ``optimizer``.
+        order: the forward and backward passes of the last iteration, in the order in which they began.
     """
 
     weights: int = 0
@@ -41,6 +45,7 @@ class Notes:
     asked: Counter[str] = field(default_factory=Counter)
     updates: int = 0
     addresses: dict[str, list[int]] = field(default_factory=dict)
+    order: list[Pass] = field(default_factory=list)
 
 
 class _Watch:
@@ -51,6 +56,7 @@ class _Watch:
         self._seen = 0
         self._phase, self._stack = "building the model", []  # type: ignore[var-annotated]
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._order = _Order()
 
     def look(self) -> None:
         """Record the program's current position if peak memory has risen since the last call."""
@@ -78,6 +84,8 @@ class _Watch:
             self._stack.pop()
         if not self._stack:
             self._phase = "backward"
+            if self._names.get(module) == "":
+                self._order.passed(module, output)
 
     def _recomputed(self) -> set[torch.nn.Module]:
         return {module for module, name in self._names.items() if name}
@@ -93,6 +101,7 @@ class _Watch:
 
     def updating(self, *_: Any) -> None:
         self.look()
+        self.notes.order = self._order.taken() or self.notes.order
         self._phase = "optimizer step"
 
     def updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -132,6 +141,30 @@ class _Watch:
             kinds = {"optimizer": states, "gradients": gradients, "weights": weights}
             told = {self._address(tensor): kind for kind, each in kinds.items() for tensor in each.tensors}
             notes.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
+
+
+class _Order:
+    """Records the passes of the model chunks of a stage. Chunks are numbered as they first run."""
+
+    def __init__(self) -> None:
+        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._passes: list[Pass] = []
+
+    def passed(self, root: torch.nn.Module, output: Any) -> None:
+        """Record a chunk's forward pass, and its backward pass when the gradient of its output is known."""
+        chunk = self._chunks.setdefault(root, len(self._chunks))
+        passes = self._passes
+        batch = sum(kind == FORWARD and own == chunk for kind, own, _ in passes)
+        passes.append((FORWARD, chunk, batch))
+        for each in pytree.tree_leaves(output):
+            if isinstance(each, torch.Tensor) and each.requires_grad:
+                each.register_hook(lambda _: passes.append((BACKWARD, chunk, batch)))
+                return
+
+    def taken(self) -> list[Pass]:
+        """Return the passes since the last call."""
+        found, self._passes = self._passes, []
+        return found
 
 
 class _Storages:
@@ -181,8 +214,11 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
             handle.remove()
 
 
-# of files whose lines are nobody's program
-_BELOW = ("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<")
+# of files whose lines are nobody's program: torch's, and ours that stand between a program and torch
+_BELOW = (
+    *("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<"),
+    *("megatron_npu/devices/redirect", "megatron_npu/patching"),
+)
 
 
 def asking_line() -> str:
@@ -193,6 +229,18 @@ def asking_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch"
+
+
+def calling_lines(operation: str) -> list[dict[str, Any]]:
+    """Return the operation and the program's lines outside torch that call it, in a snapshot's format."""
+    lines: list[dict[str, Any]] = [{"filename": "", "line": 0, "name": operation}]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in _BELOW):
+            lines.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+        frame = frame.f_back
+    return lines
 
 
 def failing_line(error: BaseException) -> str:
