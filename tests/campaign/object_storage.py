@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+from packaging.version import Version
 
 from tests.campaign import machines
 from tests.conftest import ROOT, checkout
@@ -39,7 +40,10 @@ REFUSED = {
     "a scheme of another client": (["--save", "s3://checkpoints/run"], r"error: --save s3://.*msc://PROFILE"),
     "the format torch": (["--save", ADDRESS, "--ckpt-format", "torch"], r"error: --save msc://.*torch_dist"),
     "parts": (["--save", ADDRESS, "--save-per-machine"], r"error: --save msc://.*--save-per-machine"),
-    "no client": (["--save", ADDRESS, "--disable-msc"], r"error: --save msc://.*multi-storage-client"),
+    "no client": (
+        ["--save", ADDRESS, "--disable-msc"],
+        r"error: --save msc://.*(multi-storage-client|--enable-msc)",
+    ),
 }
 
 
@@ -53,7 +57,7 @@ def started(version: str, folder: Path, *flags: str, ranks: int = 2) -> subproce
     }
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *flags]
+    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *opened(tree), *flags]
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "megatron_npu", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
@@ -63,6 +67,18 @@ def started(version: str, folder: Path, *flags: str, ranks: int = 2) -> subproce
         text=True,
         start_new_session=True,
     )
+
+
+def opened(tree: Path) -> list[str]:
+    """Return the flags with which a tree opens addresses: since 0.18 only on request."""
+    flags = (tree / "megatron" / "training" / "arguments.py").read_text(encoding="utf-8")
+    return ["--enable-msc"] if "'--enable-msc'" in flags else []
+
+
+def asynchronously(version: str) -> list[str]:
+    """Return the flags of an asynchronous save; newer versions' default needs nvidia-resiliency-ext."""
+    flags = ["--async-save", "--use-persistent-ckpt-worker"]
+    return [*flags, "--async-strategy", "mcore"] if Version(version) >= Version("0.18") else flags
 
 
 def trained(version: str, folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
@@ -84,6 +100,10 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
     process = started(version, folder, *flags)
     while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
         time.sleep(0.02)
+    if process.poll() is not None:
+        return [
+            f"the run to be killed has ended: code {process.returncode}: {process.communicate()[0][-1500:]}"
+        ]
     os.killpg(process.pid, signal.SIGKILL)
     first = losses(process.communicate(timeout=60)[0])[:2]
     if "killed/iter_0000004/_SUCCESS" in names(store):
@@ -107,7 +127,7 @@ def look(version: str, folder: Path, store: Any) -> list[str]:
     found: dict[str, list[str]] = {}
     for place, name in both.items():
         flags = ["--save", place, "--load", place, "--save-interval", "2"]
-        for more in (["--exit-interval", "2"], ["--async-save", "--use-persistent-ckpt-worker"]):
+        for more in (["--exit-interval", "2"], asynchronously(version)):
             code, text = trained(version, folder, *flags, *more)
             found.setdefault(name, []).extend(losses(text))
             if code:

@@ -296,7 +296,7 @@ def join(args: Namespace) -> None:
             "the cause."
         ) from error
     watchdog.begin()
-    save_folder.require_shared(args.save, per_machine=args.save_per_machine)
+    save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
 
 
 def leave() -> None:
