@@ -4,7 +4,8 @@ Needs the packages multi-storage-client and moto[server] (a venv of its own does
 megatron-core's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a
 run that saves to a disk, and each checkpoint is whole by its last object. Another run is killed as soon as an
 object of its second checkpoint exists: this one is not whole, and the next run resumes from the first. What
-upstream's writers do not reach is refused in one line.
+upstream's writers do not reach is refused in one line. `pretrain` and `train` save to a disk, which is lost,
+and copy each checkpoint to the storage.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from typing import Any
 import boto3
 from packaging.version import Version
 
+from megatron_npu.checkpoint_files.object_storage import FLAG
 from tests.campaign import machines
 from tests.conftest import ROOT, checkout
 from tests.support import ports, stock_core
@@ -116,6 +119,73 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
     return faults + ([] if whole == expected else [f"losses after a kill {whole}, without {expected}"])
 
 
+def ours(command: str, version: str, folder: Path, store: Any) -> list[str]:
+    """Return what is wrong with ``--object-storage``: the disk is lost twice, once in the midst of a copy."""
+    found, faults = {}, []
+    for name, more in (("disk", []), ("storage", [FLAG, ADDRESS])):
+        place = folder / name
+        flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", *more]
+        for iterations in (2, 6):
+            process = of_ours(command, version, folder, iterations, *flags)
+            text = process.communicate(timeout=1200)[0]
+            found.setdefault(name, []).extend(re.findall(machines.LOSS, text))
+            if process.returncode:
+                faults.append(f"{name}, to iteration {iterations}: code {process.returncode}: {text[-1500:]}")
+            if more:
+                shutil.rmtree(place, ignore_errors=True)
+    if found["storage"] != found["disk"] or len(found["disk"]) != 6:
+        faults.append(f"losses {found}")
+    whole = sorted(name for name in names(store) if name.endswith("/_SUCCESS"))
+    if whole != [f"run/iter_000000{number}/_SUCCESS" for number in (2, 4, 6)]:
+        faults.append(f"complete: {whole}")
+    return faults + _killed_in_a_copy(command, version, folder, store, found["disk"])
+
+
+def _killed_in_a_copy(command: str, version: str, folder: Path, store: Any, expected: list[str]) -> list[str]:
+    address, place = ADDRESS.replace("/run", "/killed"), folder / "killed"
+    flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", FLAG, address]
+    first = of_ours(command, version, folder, 2, *flags)
+    said = re.findall(machines.LOSS, first.communicate(timeout=1200)[0])
+    process = of_ours(command, version, folder, 6, *flags)
+    while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
+        time.sleep(0.005)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    if "killed/iter_0000004/_SUCCESS" in names(store):
+        return ["the run was killed too late: its second checkpoint is whole"]
+    shutil.rmtree(place)
+    process = of_ours(command, version, folder, 6, *flags)
+    text = process.communicate(timeout=1200)[0]
+    faults = [f"after a kill: code {process.returncode}: {text[-1500:]}"] if process.returncode else []
+    if "resuming from iteration 2" not in text:
+        faults.append(f"after a kill it has not resumed from iteration 2: {text[-800:]}")
+    said += re.findall(machines.LOSS, text)
+    return faults + ([] if said == expected else [f"losses after a kill {said}, without {expected}"])
+
+
+def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: str) -> subprocess.Popen[str]:
+    """Start ``pretrain`` or ``train`` on two ranks, up to an iteration."""
+    words = machines.COMMANDS["driver" if command == "pretrain" else command]().words(folder, 6)
+    ends = [] if iterations == 6 else ["--exit-interval", str(iterations)]
+    if ends and command == "train":
+        ends = ["--train-iters", str(iterations)]
+    wheel = ROOT / "checkouts" / f"megatron_core-{version}"
+    own = {} if wheel.is_dir() else {"MEGATRON_LM_PATH": str(checkout("megatron_core", version))}
+    path = os.pathsep.join([str(ROOT), str(wheel), os.environ.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_npu"]
+    basic = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu", "MSC_CONFIG": str(folder / "msc.yaml")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, *words, *ends, *flags],
+        env={**os.environ, "PYTHONPATH": path, **basic, **own},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def losses(text: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", text)
 
@@ -157,20 +227,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", nargs="+", default=["0.16.1"], help="of megatron-core")
     parser.add_argument(
+        "--command", nargs="+", default=["pretrain_gpt.py"], choices=["pretrain_gpt.py", "pretrain", "train"]
+    )
+    parser.add_argument(
         "--output", type=Path, help="a JSON file of results, to which each version's is added"
     )
     given = parser.parse_args(argv)
     failed = False
     for version in given.version:
-        faults = judged(version)
-        failed = failed or bool(faults)
-        print(f"{version}: {'; '.join(faults) or 'as it should'}", flush=True)
-        if given.output:
-            machines.record(given.output, version, faults)
+        for command in given.command:
+            faults = judged(command, version)
+            failed = failed or bool(faults)
+            print(f"{command} {version}: {'; '.join(faults) or 'as it should'}", flush=True)
+            if given.output:
+                machines.record(given.output, f"{command}/{version}", faults)
     return int(failed)
 
 
-def judged(version: str) -> list[str]:
+def judged(command: str, version: str) -> list[str]:
     """Return what is wrong with a version, in a storage of its own."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     port = ports.free_port()
@@ -188,7 +262,11 @@ def judged(version: str) -> list[str]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
-            return look(version, folder, store)
+            return (
+                look(version, folder, store)
+                if command == "pretrain_gpt.py"
+                else ours(command, version, folder, store)
+            )
     finally:
         server.kill()
 
