@@ -245,11 +245,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def judged(command: str, version: str) -> list[str]:
-    """Return what is wrong with a version, in a storage of its own."""
+    """Return what is wrong with a command and version, in a storage of its own."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     port = ports.free_port()
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    of_moto = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(of_moto, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         store = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
