@@ -171,13 +171,13 @@ def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: s
     if ends and command == "train":
         ends = ["--train-iters", str(iterations)]
     wheel = ROOT / "checkouts" / f"megatron_core-{version}"
-    own = {} if wheel.is_dir() else {"MEGATRON_LM_PATH": str(checkout("megatron_core", version))}
-    path = os.pathsep.join([str(ROOT), str(wheel), os.environ.get("PYTHONPATH", "")])
+    tree = wheel if wheel.is_dir() else checkout("megatron_core", version)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_npu"]
     basic = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu", "MSC_CONFIG": str(folder / "msc.yaml")}
     return subprocess.Popen(
         [sys.executable, *launcher, *words, *ends, *flags],
-        env={**os.environ, "PYTHONPATH": path, **basic, **own},
+        env={**os.environ, "PYTHONPATH": path, "MEGATRON_LM_PATH": str(tree), **basic},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
