@@ -18,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,7 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
     place = ADDRESS.replace("/run", "/killed")
     flags = ["--save", place, "--load", place, "--save-interval", "2"]
     process = started(version, folder, *flags)
+    said = _read_aside(process)
     while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
         time.sleep(0.02)
     if process.poll() is not None:
@@ -108,7 +111,7 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
             f"the run to be killed has ended: code {process.returncode}: {process.communicate()[0][-1500:]}"
         ]
     os.killpg(process.pid, signal.SIGKILL)
-    first = losses(process.communicate(timeout=60)[0])[:2]
+    first = losses(said())[:2]
     if "killed/iter_0000004/_SUCCESS" in names(store):
         return ["the run was killed too late: its second checkpoint is whole"]
     code, text = trained(version, folder, *flags)
@@ -117,6 +120,23 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
         faults.append(f"the run after a kill has not resumed from iteration 2: {text[-800:]}")
     whole = [*first, *losses(text)]
     return faults + ([] if whole == expected else [f"losses after a kill {whole}, without {expected}"])
+
+
+def _read_aside(process: subprocess.Popen[str]) -> Callable[[], str]:
+    """Read what a process says while something else is watched, lest a full pipe stops it.
+
+    Returns:
+        A function that waits for the process's end, and returns all of it.
+    """
+    texts: list[str] = []
+    reader = threading.Thread(target=lambda: texts.append(process.communicate()[0]))
+    reader.start()
+
+    def all_of_it() -> str:
+        reader.join(60)
+        return "".join(texts)
+
+    return all_of_it
 
 
 def ours(command: str, version: str, folder: Path, store: Any) -> list[str]:
@@ -147,11 +167,12 @@ def _killed_in_a_copy(command: str, version: str, folder: Path, store: Any, expe
     first = of_ours(command, version, folder, 2, *flags)
     said = re.findall(machines.LOSS, first.communicate(timeout=1200)[0])
     process = of_ours(command, version, folder, 6, *flags)
+    ended = _read_aside(process)
     while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
         time.sleep(0.005)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    ended()
     if "killed/iter_0000004/_SUCCESS" in names(store):
         return ["the run was killed too late: its second checkpoint is whole"]
     shutil.rmtree(place)

@@ -20,7 +20,7 @@ def test_a_run_resumes_from_the_storage_when_its_disk_is_lost(command, tmp_path)
         words = ["pretrain", *tiny.flags_for(tiny.write_dataset(tmp_path / "numbers"))]
         run, half = tiny.run, ["--exit-interval", "4"]
     else:
-        words = ["--user-script", str(SCRIPT), *TRAIN, "--train-iters", "6"]
+        words = ["--user-script", str(SCRIPT), *TRAIN, "--lr-decay-iters", "6", "--train-iters", "6"]
         run, half = train_runs.train, ["--train-iters", "4"]
     whole = run(*words, "--save", str(tmp_path / "whole"), processes=2)
     assert whole.returncode == 0, whole.stdout + whole.stderr

@@ -334,6 +334,7 @@ def test_a_browser_names_the_slow_rank_and_its_machine_at_the_top(metrics, tmp_p
     append(metrics, ranks, row | {"forward_ms_of_ranks": [10.0, 11.0, 12.0, 31.0]})
     with served(metrics) as port, browser.page(tmp_path) as page:
         page.open(f"http://127.0.0.1:{port}/", width=360)
+        page.wait("document.title === 'my-run'")
         page.wait("!document.getElementById('slow').hidden")
         assert page.value("document.getElementById('slow').textContent") == "slow: rank 3 on node2 (31 ms)"
         assert page.value("document.getElementById('slow').getBoundingClientRect().bottom") < 300
