@@ -134,11 +134,10 @@ Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2
   pipeline stages): after the loss of one disk, that machine fetched the checkpoint, and the run resumed.
 - Tasks with the variables of `srun` (`pretrain`), and pods with those of a PyTorchJob and an AscendJob, whose
   rank table was completed after 25 seconds (`train`), trained one model.
-
-- The scripts of 0.19.1 and 0.20.0 with `--enable-msc` (`tests/campaign/object_storage.py`): each checkpoint in
-  moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume with
-  `--async-save`, and the unsupported flags were refused. The kill during a save was not shown: the second
-  checkpoint was complete before the kill.
+- The scripts of 0.19.1 and 0.20.0 with `--enable-msc` (`tests/campaign/object_storage.py`): each checkpoint
+  in moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume
+  with `--async-save`, and the unsupported flags were refused. A kill during a save was not shown with these
+  versions: the second checkpoint was complete before the kill.
 
 The short form in the test suite (`tests/distributed/test_two_machines.py`) starts two launchers, each with
 its own folder. It tests that a private `--save` is rejected, and that a run can resume from the parts of a
