@@ -230,9 +230,9 @@ def _spread(folder: Path, disks: Disks) -> str | None:
     places = dict(zip(disks.hosts, listed, strict=True))
     for name in sorted(set().union(*listed)):
         having = [first for first, names in places.items() if name in names]
-        if not _is_shard(name) and len(having) < len(places):
+        if not is_shard(name) and len(having) < len(places):
             _send(folder / name, min(having), name not in own, disks.group)
-    host = {name: disks.hosts[first] for first, names in places.items() for name in names if _is_shard(name)}
+    host = {name: disks.hosts[first] for first, names in places.items() for name in names if is_shard(name)}
     content = {
         "host": disks.hosts[dist.get_rank()],
         "machines": [*disks.hosts.values()],
@@ -252,7 +252,7 @@ def publish(tracker: Path) -> None:
         _send(tracker, 0, dist.get_rank() != 0, _run.saves_into.group)
 
 
-def _is_shard(name: str) -> bool:
+def is_shard(name: str) -> bool:
     """Return True if a file is kept only on the machine of the rank that wrote it."""
     return name.endswith(".distcp") or name.startswith("mp_rank_")
 

@@ -107,6 +107,13 @@ _SHARED: dict[str, dict[str, Any]] = {
             "gather` joins them"
         ),
     },
+    "--object-storage": {
+        "metavar": "ADDRESS",
+        "help": (
+            "address in object storage, such as s3://BUCKET/run or msc://PROFILE/run, to which each complete "
+            "checkpoint of --save is copied, and from which the newest one is fetched to --load at the start"
+        ),
+    },
     # what a checkpoint is computed with
     "--use-flash-attn": {"action": "store_true", "help": "same as --attention-backend flash"},
     # the log of a run

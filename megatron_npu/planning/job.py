@@ -14,8 +14,8 @@ TRAIN = "train"  # the family of models of Transformers and of users
 ITERATIONS = 2  # the second one has the optimizer's states from its beginning
 # of what is written or read beside the training, which a dry run leaves out: flags with a value, and without
 _WRITTEN = (
-    "--save --save-interval --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir "
-    "--log-interval --num-workers --dashboard --metrics"
+    "--save --save-interval --object-storage --tensorboard-dir --wandb-project --wandb-exp-name "
+    "--wandb-save-dir --log-interval --num-workers --dashboard --metrics"
 ).split()
 _LEFT_OUT = [*_WRITTEN, "--load", "--exit-interval", "--pretrained-checkpoint", "--ckpt-step"]
 # of how ranks read a checkpoint together

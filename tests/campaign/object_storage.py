@@ -4,7 +4,8 @@ Needs the packages multi-storage-client and moto[server] (a venv of its own does
 megatron-core's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a
 run that saves to a disk, and each checkpoint is whole by its last object. Another run is killed as soon as an
 object of its second checkpoint exists: this one is not whole, and the next run resumes from the first. What
-upstream's writers do not reach is refused in one line.
+upstream's writers do not reach is refused in one line. `pretrain` and `train` save to a disk, which is lost,
+and copy each checkpoint to the storage.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import boto3
+from packaging.version import Version
 
+from megatron_npu.checkpoint_files.object_storage import FLAG
 from tests.campaign import machines
 from tests.conftest import ROOT, checkout
 from tests.support import ports, stock_core
@@ -39,7 +45,10 @@ REFUSED = {
     "a scheme of another client": (["--save", "s3://checkpoints/run"], r"error: --save s3://.*msc://PROFILE"),
     "the format torch": (["--save", ADDRESS, "--ckpt-format", "torch"], r"error: --save msc://.*torch_dist"),
     "parts": (["--save", ADDRESS, "--save-per-machine"], r"error: --save msc://.*--save-per-machine"),
-    "no client": (["--save", ADDRESS, "--disable-msc"], r"error: --save msc://.*multi-storage-client"),
+    "no client": (
+        ["--save", ADDRESS, "--disable-msc"],
+        r"error: --save msc://.*(multi-storage-client|--enable-msc)",
+    ),
 }
 
 
@@ -53,7 +62,7 @@ def started(version: str, folder: Path, *flags: str, ranks: int = 2) -> subproce
     }
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *flags]
+    words = ["run", str(tree / "pretrain_gpt.py"), "--mock-data", *stock_core.FLAGS, *opened(tree), *flags]
     return subprocess.Popen(
         [sys.executable, *launcher, "-m", "megatron_npu", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own},
@@ -63,6 +72,18 @@ def started(version: str, folder: Path, *flags: str, ranks: int = 2) -> subproce
         text=True,
         start_new_session=True,
     )
+
+
+def opened(tree: Path) -> list[str]:
+    """Return the flags with which a tree opens addresses: since 0.18 only on request."""
+    flags = (tree / "megatron" / "training" / "arguments.py").read_text(encoding="utf-8")
+    return ["--enable-msc"] if "'--enable-msc'" in flags else []
+
+
+def asynchronously(version: str) -> list[str]:
+    """Return the flags of an asynchronous save; newer versions' default needs nvidia-resiliency-ext."""
+    flags = ["--async-save", "--use-persistent-ckpt-worker"]
+    return [*flags, "--async-strategy", "mcore"] if Version(version) >= Version("0.18") else flags
 
 
 def trained(version: str, folder: Path, *flags: str, ranks: int = 2) -> tuple[int, str]:
@@ -82,10 +103,15 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
     place = ADDRESS.replace("/run", "/killed")
     flags = ["--save", place, "--load", place, "--save-interval", "2"]
     process = started(version, folder, *flags)
+    said = _read_aside(process)
     while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
         time.sleep(0.02)
+    if process.poll() is not None:
+        return [
+            f"the run to be killed has ended: code {process.returncode}: {process.communicate()[0][-1500:]}"
+        ]
     os.killpg(process.pid, signal.SIGKILL)
-    first = losses(process.communicate(timeout=60)[0])[:2]
+    first = losses(said())[:2]
     if "killed/iter_0000004/_SUCCESS" in names(store):
         return ["the run was killed too late: its second checkpoint is whole"]
     code, text = trained(version, folder, *flags)
@@ -94,6 +120,91 @@ def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[
         faults.append(f"the run after a kill has not resumed from iteration 2: {text[-800:]}")
     whole = [*first, *losses(text)]
     return faults + ([] if whole == expected else [f"losses after a kill {whole}, without {expected}"])
+
+
+def _read_aside(process: subprocess.Popen[str]) -> Callable[[], str]:
+    """Read what a process says while something else is watched, lest a full pipe stops it.
+
+    Returns:
+        A function that waits for the process's end, and returns all of it.
+    """
+    texts: list[str] = []
+    reader = threading.Thread(target=lambda: texts.append(process.communicate()[0]))
+    reader.start()
+
+    def all_of_it() -> str:
+        reader.join(60)
+        return "".join(texts)
+
+    return all_of_it
+
+
+def ours(command: str, version: str, folder: Path, store: Any) -> list[str]:
+    """Return what is wrong with ``--object-storage``: the disk is lost twice, once in the midst of a copy."""
+    found, faults = {}, []
+    for name, more in (("disk", []), ("storage", [FLAG, ADDRESS])):
+        place = folder / name
+        flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", *more]
+        for iterations in (2, 6):
+            process = of_ours(command, version, folder, iterations, *flags)
+            text = process.communicate(timeout=1200)[0]
+            found.setdefault(name, []).extend(re.findall(machines.LOSS, text))
+            if process.returncode:
+                faults.append(f"{name}, to iteration {iterations}: code {process.returncode}: {text[-1500:]}")
+            if more:
+                shutil.rmtree(place, ignore_errors=True)
+    if found["storage"] != found["disk"] or len(found["disk"]) != 6:
+        faults.append(f"losses {found}")
+    whole = sorted(name for name in names(store) if name.endswith("/_SUCCESS"))
+    if whole != [f"run/iter_000000{number}/_SUCCESS" for number in (2, 4, 6)]:
+        faults.append(f"complete: {whole}")
+    return faults + _killed_in_a_copy(command, version, folder, store, found["disk"])
+
+
+def _killed_in_a_copy(command: str, version: str, folder: Path, store: Any, expected: list[str]) -> list[str]:
+    address, place = ADDRESS.replace("/run", "/killed"), folder / "killed"
+    flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", FLAG, address]
+    first = of_ours(command, version, folder, 2, *flags)
+    said = re.findall(machines.LOSS, first.communicate(timeout=1200)[0])
+    process = of_ours(command, version, folder, 6, *flags)
+    ended = _read_aside(process)
+    while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
+        time.sleep(0.005)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    ended()
+    if "killed/iter_0000004/_SUCCESS" in names(store):
+        return ["the run was killed too late: its second checkpoint is whole"]
+    shutil.rmtree(place)
+    process = of_ours(command, version, folder, 6, *flags)
+    text = process.communicate(timeout=1200)[0]
+    faults = [f"after a kill: code {process.returncode}: {text[-1500:]}"] if process.returncode else []
+    if "resuming from iteration 2" not in text:
+        faults.append(f"after a kill it has not resumed from iteration 2: {text[-800:]}")
+    said += re.findall(machines.LOSS, text)
+    return faults + ([] if said == expected else [f"losses after a kill {said}, without {expected}"])
+
+
+def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: str) -> subprocess.Popen[str]:
+    """Start ``pretrain`` or ``train`` on two ranks, up to an iteration."""
+    words = machines.COMMANDS["driver" if command == "pretrain" else command]().words(folder, 6)
+    ends = [] if iterations == 6 else ["--exit-interval", str(iterations)]
+    if ends and command == "train":
+        ends = ["--train-iters", str(iterations)]
+    wheel = ROOT / "checkouts" / f"megatron_core-{version}"
+    tree = wheel if wheel.is_dir() else checkout("megatron_core", version)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_npu"]
+    basic = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu", "MSC_CONFIG": str(folder / "msc.yaml")}
+    return subprocess.Popen(
+        [sys.executable, *launcher, *words, *ends, *flags],
+        env={**os.environ, "PYTHONPATH": path, "MEGATRON_LM_PATH": str(tree), **basic},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def losses(text: str) -> list[str]:
@@ -107,7 +218,7 @@ def look(version: str, folder: Path, store: Any) -> list[str]:
     found: dict[str, list[str]] = {}
     for place, name in both.items():
         flags = ["--save", place, "--load", place, "--save-interval", "2"]
-        for more in (["--exit-interval", "2"], ["--async-save", "--use-persistent-ckpt-worker"]):
+        for more in (["--exit-interval", "2"], asynchronously(version)):
             code, text = trained(version, folder, *flags, *more)
             found.setdefault(name, []).extend(losses(text))
             if code:
@@ -137,25 +248,29 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", nargs="+", default=["0.16.1"], help="of megatron-core")
     parser.add_argument(
+        "--command", nargs="+", default=["pretrain_gpt.py"], choices=["pretrain_gpt.py", "pretrain", "train"]
+    )
+    parser.add_argument(
         "--output", type=Path, help="a JSON file of results, to which each version's is added"
     )
     given = parser.parse_args(argv)
     failed = False
     for version in given.version:
-        faults = judged(version)
-        failed = failed or bool(faults)
-        print(f"{version}: {'; '.join(faults) or 'as it should'}", flush=True)
-        if given.output:
-            machines.record(given.output, version, faults)
+        for command in given.command:
+            faults = judged(command, version)
+            failed = failed or bool(faults)
+            print(f"{command} {version}: {'; '.join(faults) or 'as it should'}", flush=True)
+            if given.output:
+                machines.record(given.output, f"{command}/{version}", faults)
     return int(failed)
 
 
-def judged(version: str) -> list[str]:
-    """Return what is wrong with a version, in a storage of its own."""
+def judged(command: str, version: str) -> list[str]:
+    """Return what is wrong with a command and version, in a storage of its own."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     port = ports.free_port()
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    of_moto = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(of_moto, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         store = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
@@ -168,7 +283,11 @@ def judged(version: str) -> list[str]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
-            return look(version, folder, store)
+            return (
+                look(version, folder, store)
+                if command == "pretrain_gpt.py"
+                else ours(command, version, folder, store)
+            )
     finally:
         server.kill()
 

@@ -29,11 +29,11 @@ def require_supported(args: Any) -> None:
     for flag in ("save", "load"):
         place = getattr(args, flag, None)
         if place and is_address(place):
-            _require_client(f"--{flag} {place}", str(place))
+            _require_client(f"--{flag} {place}", str(place), args)
             _require_format(f"--{flag} {place}", args)
 
 
-def _require_client(given: str, place: str) -> None:
+def _require_client(given: str, place: str, args: Any) -> None:
     if not place.startswith("msc://"):
         raise UsageError(
             f"{given} must be a directory, or an address msc://PROFILE/… for NVIDIA's multi-storage-client. "
@@ -43,6 +43,11 @@ def _require_client(given: str, place: str) -> None:
     if module is None:
         raise UsageError(
             f"{given} requires a Megatron that supports msc:// (megatron-core 0.13 or later). {_MOUNT}"
+        )
+    if hasattr(args, "disable_msc_deprecated") and not args.enable_msc:  # 0.18 and newer
+        raise UsageError(
+            f"{given} requires --enable-msc, because this Megatron opens addresses only with that flag. "
+            "Add --enable-msc, and do not pass --disable-msc."
         )
     if not module.MultiStorageClientFeature.is_enabled():
         raise UsageError(

@@ -276,7 +276,7 @@ def meet(args: Namespace) -> None:
         return
     join(args.rank, args.world_size, args.distributed_timeout_minutes)
     if args.world_size > 1:
-        save_folder.require_shared(args.save, per_machine=args.save_per_machine)
+        save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
 
 
 def join(rank: int, world_size: int, timeout_minutes: float) -> None:
@@ -309,6 +309,7 @@ def join(rank: int, world_size: int, timeout_minutes: float) -> None:
             "the cause."
         ) from error
     watchdog.begin()
+    save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
 
 
 def leave() -> None:

@@ -345,7 +345,7 @@ def _data(add: Add) -> None:
 
 def _checkpoints(add: Add) -> None:
     add_shared(add, "--save", help="folder for checkpoints, the log and the trained model")
-    add_shared(add, "--load", "--load-last-good", "--save-interval", "--save-per-machine")
+    add_shared(add, "--load", "--load-last-good", "--save-interval", "--save-per-machine", "--object-storage")
 
 
 def _logging(add: Add) -> None:

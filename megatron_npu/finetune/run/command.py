@@ -62,6 +62,7 @@ def train(args: Namespace) -> None:
     """
     args = _supported(args, tells=args.rank == 0)
     output.places(args)
+    output.fetched(args)
     from megatron_npu.finetune.rapidformer import engine, state, user_script
     from megatron_npu.finetune.run import checkpoint
     from megatron_npu.pretrain.run.initialize import silence_known_warnings

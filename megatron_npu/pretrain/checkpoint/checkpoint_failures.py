@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import object_storage
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.safe_files import torch_readers
 
@@ -35,6 +36,8 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
         iteration: iteration of the checkpoint.
         folder: folder of all checkpoints.
     """
+    if isinstance(error, object_storage.UploadError):
+        return UnsavedError(str(error))
     return UnsavedError(
         f"the checkpoint of iteration {iteration} could not be written to {folder}: {reason(error)}. "
         f"{_advice(error)} Earlier checkpoints are complete."

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_npu.base import files
-from megatron_npu.checkpoint_files import disks
+from megatron_npu.checkpoint_files import disks, object_storage
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 _TRIES, _PAUSE = 20, 0.1  # and seconds between them
@@ -51,15 +51,19 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def finish(root: str | Path, iteration: int) -> None:
-    """Rename the folder and update the tracker after all ranks have written.
+    """Rename the folder and update the tracker after all ranks have written. All ranks must call this.
 
-    All ranks must call this.
+    With ``--object-storage``, the checkpoint is then copied there.
+
+    Raises:
+        UploadError: it could not be copied.
     """
     if disks.leads():
         # there is one if a run went back to an earlier iteration
         files.replace_folder(checkpoint_files.directory(root, iteration), hidden(root, iteration))
         checkpoint_files.set_latest(root, iteration)
     dist.barrier()
+    object_storage.upload(checkpoint_files.directory(root, iteration))
 
 
 def discard(root: str | Path, iteration: int) -> None:

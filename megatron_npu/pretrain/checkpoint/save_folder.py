@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import disks, folder_lock, shared_folder
+from megatron_npu.checkpoint_files import disks, folder_lock, object_storage, shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
@@ -50,20 +50,20 @@ def owned(save: str | None, rank: int) -> Iterator[None]:
         folder_lock.release(lock)
 
 
-def require_shared(save: str | None, *, per_machine: bool) -> None:
-    """Check that all ranks save to the same folder.
-
-    All ranks must call this after they have connected.
+def require_shared(save: str | None, *, per_machine: bool, storage: str | None = None) -> None:
+    """Check that all ranks save to one folder. All ranks must call this after they have connected.
 
     Args:
         save: the folder; if it is None or empty, nothing is saved.
         per_machine: whether each machine may have its own folder (--save-per-machine), which is then locked
             on that machine.
+        storage: where checkpoints are copied to (--object-storage), if anywhere.
 
     Raises:
         UsageError: machines have separate folders without that flag, or another run has locked one of them.
     """
     disks.forget()
+    object_storage.use(storage)
     if save and per_machine:
         hold_on_each_machine(Path(save))
     elif save:

@@ -598,7 +598,7 @@ def _checkpoints(add: Add) -> None:
         dest="verify_checkpoint",
         help="load a checkpoint without verifying its checksums",
     )
-    add_shared(add, "--save-interval", "--save-per-machine")
+    add_shared(add, "--save-interval", "--save-per-machine", "--object-storage")
     add(
         "--async-save",
         action="store_true",

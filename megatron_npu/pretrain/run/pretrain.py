@@ -133,7 +133,9 @@ def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summ
     repeatable = initialize.deterministic(flags.deterministic_mode)
     shows = _dashboard(plan.log, flags.dashboard)
     with save_folder.owned(plan.saves.save, plan.rank), shows, initialize.session(flags), repeatable:
-        save_folder.require_shared(plan.saves.save, per_machine=flags.save_per_machine)
+        save_folder.require_shared(
+            plan.saves.save, per_machine=flags.save_per_machine, storage=flags.object_storage
+        )
         chunks = gpt.build(flags, config)
         datasets = data.datasets(plan.data) if plan.has_data else data.Datasets(None, None, None)
         trainer = functools.partial(loop.Trainer, on_gradients=on_gradients, began=began)

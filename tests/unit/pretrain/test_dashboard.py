@@ -329,3 +329,25 @@ def test_a_browser_shows_the_run_and_follows_it(metrics, tmp_path):
         assert page.value("document.documentElement.scrollWidth") <= 360
         assert page.value("getComputedStyle(document.body).backgroundColor") != light
         assert page.errors == []
+
+
+def test_a_browser_names_the_slow_rank_and_its_machine_at_the_top(metrics, tmp_path):
+    """It was named below all curves only, six screens down on a phone."""
+    browser.program()
+    ranks = {
+        "event": "ranks",
+        "iteration": 2,
+        "hosts": ["node1", "node1", "node2", "node2"],
+        "stages": [0] * 4,
+    }
+    row = train_row(3, [3.5])
+    append(metrics, ranks, row | {"forward_ms_of_ranks": [10.0, 11.0, 12.0, 31.0]})
+    with served(metrics) as port, browser.page(tmp_path) as page:
+        page.open(f"http://127.0.0.1:{port}/", width=360)
+        page.wait("document.title === 'my-run'")
+        page.wait("!document.getElementById('slow').hidden")
+        assert page.value("document.getElementById('slow').textContent") == "slow: rank 3 on node2 (31 ms)"
+        assert page.value("document.getElementById('slow').getBoundingClientRect().bottom") < 300
+        append(metrics, train_row(4, [3.5]) | {"forward_ms_of_ranks": [10.0, 11.0, 12.0, 13.0]})
+        page.wait("document.getElementById('slow').hidden")
+        assert page.errors == []

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
+from megatron_npu.checkpoint_files import object_storage
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_compatibility,
     checkpoint_files,
@@ -119,6 +120,7 @@ def checkpoints(args: Namespace) -> None:
         )
     _rewinding(args)
     _require_load(args)
+    fetched(args, args.ckpt_step)
     if args.load_last_good:
         _choose_whole(args)
     found = _find_checkpoint(args)
@@ -126,6 +128,21 @@ def checkpoints(args: Namespace) -> None:
     if found is not None:
         _go_on_from(args, found)
     _spare(args, found)
+
+
+def fetched(args: Namespace, step: int | None = None) -> None:
+    """Fetch the checkpoint to resume from to ``--load``, with ``--object-storage``.
+
+    Raises:
+        UsageError: there is neither ``--save`` nor ``--load``, or the storage cannot be read.
+    """
+    if not args.object_storage:
+        return
+    if not (args.save or args.load):
+        raise UsageError("--object-storage requires --save or --load", remedy="Add --save DIR --load DIR.")
+    object_storage.opened(args.object_storage)
+    if args.load:
+        object_storage.fetch(args.object_storage, args.load, step)
 
 
 def _require_load(args: Namespace) -> None:
@@ -324,7 +341,9 @@ def _require_no_address(flag: str, place: str) -> None:
     if "://" in place:
         raise UsageError(
             f"{flag} must be a directory in a file system, because URLs are not supported, but got {place}",
-            remedy="Mount the storage, or save to a disk and copy complete checkpoints.",
+            remedy=f"Save to a disk, and add --object-storage {place} to copy complete checkpoints there."
+            if flag == "--save"
+            else "Use a directory, or mount the storage.",
         )
 
 

@@ -141,6 +141,12 @@ function showSamples() {
 function showMachines() {
   const machines = state.machines || [];
   byId("cluster").hidden = machines.length === 0;
+  const slow = machines.flatMap((each) => each.slow.map((rank) => {
+    const time = each.milliseconds[each.ranks.indexOf(rank)];
+    return `rank ${rank} on ${each.host} (${time.toFixed(0)} ms)`;
+  }));
+  byId("slow").hidden = slow.length === 0;
+  byId("slow").textContent = `slow: ${slow.slice(0, 8).join(", ")}${slow.length > 8 ? `, and ${slow.length - 8} more` : ""}`;
   byId("machines").replaceChildren(...machines.map(({ host, ranks, milliseconds, slow }) => {
     const box = element("li");
     box.append(element("p", "", `${host}: ${ranks.length === 1 ? "rank" : "ranks"} ${ranks.join(", ")}`));

@@ -1,0 +1,133 @@
+"""Checkpoints in object storage: the mark is last, and what has none is not fetched."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from megatron_npu.base.errors import UsageError
+
+object_storage = pytest.importorskip("megatron_npu.checkpoint_files.object_storage")
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setattr(object_storage, "_PAUSE", 0.0)
+    place = f"memory://{uuid.uuid4().hex}/run"
+    object_storage.use(place)
+    yield place
+    object_storage.use(None)
+
+
+def saved(root: Path, iteration: int, content: str = "weights") -> Path:
+    """Write what stands for a checkpoint."""
+    folder = root / f"iter_{iteration:07d}"
+    (folder / "part").mkdir(parents=True)
+    (folder / "part" / "data").write_text(content)
+    (folder / "checksums.json").write_text(f'{{"files": {{"part/data": ["{content}"]}}}}')
+    (root / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+    return folder
+
+
+def tracked(root: Path) -> str:
+    return (root / "latest_checkpointed_iteration.txt").read_text()
+
+
+def test_the_mark_is_the_last_object_of_a_checkpoint(address, tmp_path, monkeypatch) -> None:
+    storage, order = object_storage.opened(address), []
+    for name in ("put_file", "open"):
+        original = getattr(type(storage.system), name)
+
+        def noted(self, *args, name=name, original=original, **kwargs):
+            order.append(args[-1] if name == "put_file" else args[0])
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(storage.system), name, noted)
+    object_storage.upload(saved(tmp_path, 4))
+    ends = [str(path).partition("/run/")[2] for path in order if "/run/" in str(path)]
+    assert sorted(set(ends[:-2])) == ["iter_0000004/checksums.json", "iter_0000004/part/data"]
+    assert ends[-2:] == ["iter_0000004/_SUCCESS", "latest_checkpointed_iteration.txt"]
+    assert storage.iterations() == [4]
+
+
+def test_a_copy_that_fails_is_not_marked(address, tmp_path, monkeypatch) -> None:
+    folder = saved(tmp_path, 4)
+    object_storage.upload(folder)
+    storage = object_storage.opened(address)
+    attempts = []
+
+    def broken(self, *args, **kwargs):
+        attempts.append(args)
+        raise ConnectionError("no route to the storage")
+
+    monkeypatch.setattr(type(storage.system), "put_file", broken)
+    with pytest.raises(
+        object_storage.UploadError, match=r"is complete, but rank 0 could not copy it to memory://.*no route"
+    ):
+        object_storage.upload(folder)
+    assert len(attempts) == 3
+    assert storage.iterations() == []
+
+
+def test_a_moment_without_the_storage_costs_nothing(address, tmp_path, monkeypatch) -> None:
+    system = type(object_storage.opened(address).system)
+    original, failures = system.put_file, [ConnectionError(), ConnectionError()]
+
+    def unsteady(self, *args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(system, "put_file", unsteady)
+    object_storage.upload(saved(tmp_path, 4))
+    assert object_storage.opened(address).iterations() == [4]
+
+
+def test_the_newest_complete_checkpoint_is_fetched(address, tmp_path) -> None:
+    for iteration in (2, 4, 6):
+        object_storage.upload(saved(tmp_path / "old", iteration, f"of {iteration}"))
+    storage = object_storage.opened(address)
+    storage.system.rm_file(storage.path("iter_0000006", "_SUCCESS"))
+    disk = tmp_path / "disk"
+    object_storage.fetch(address, str(disk))
+    assert tracked(disk) == "4\n"
+    assert (disk / "iter_0000004" / "part" / "data").read_text() == "of 4"
+    assert not (disk / "iter_0000004" / "_SUCCESS").exists()
+    assert sorted(path.name for path in disk.glob("*iter_0*")) == ["iter_0000004"]
+    object_storage.fetch(address, str(disk), step=2)
+    assert tracked(disk) == "2\n"
+    with pytest.raises(UsageError, match=r"--ckpt-step 6: .* the complete ones are: 2, 4"):
+        object_storage.fetch(address, str(disk), step=6)
+
+
+def test_what_the_disk_has_is_fetched_only_if_it_differs(address, tmp_path, capsys) -> None:
+    folder = saved(tmp_path, 4)
+    object_storage.upload(folder)
+    saved(tmp_path, 6)  # whose copy was not finished
+    object_storage.fetch(address, str(tmp_path))
+    assert tracked(tmp_path) == "4\n"
+    assert "fetched" not in capsys.readouterr().out
+    (folder / "checksums.json").write_text('{"files": {"part/data": ["another"]}}')
+    object_storage.fetch(address, str(tmp_path))
+    assert "fetched" in capsys.readouterr().out
+    assert "weights" in (folder / "checksums.json").read_text()
+
+
+def test_an_empty_storage_changes_nothing(address, tmp_path) -> None:
+    object_storage.fetch(address, str(tmp_path / "disk"))
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("checkpoints", r"must be the address of a folder in object storage, .* but got checkpoints"),
+        ("nowhere://bucket/run", r"fsspec cannot open nowhere://"),
+    ],
+)
+def test_an_address_that_cannot_be_opened_is_refused(given, told) -> None:
+    with pytest.raises(UsageError, match=told):
+        object_storage.opened(given)
