@@ -58,7 +58,7 @@ PARTS = {
         "`pretrain_gpt.py` in several processes",
         "One process on the CPU trains for six iterations and saves a checkpoint after two. Starting from\n"
         "that checkpoint and its optimizer state, the last four iterations are run again on the device in\n"
-        "two or four processes. Another run resumes from the checkpoint that this run saved after its\n"
+        "several processes. Another run resumes from the checkpoint that this run saved after its\n"
         "second iteration. Losses and last checkpoints of the two are compared, the latter bit by bit.",
     ),
     "hybrid and gpt": (
