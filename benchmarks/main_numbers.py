@@ -10,7 +10,8 @@ simulated one.
   Transformers with torch's Adam on the batches that main's model got.
 - ``layouts``: two processes against one, with the layouts of ``equal_numbers.py``.
 - ``resume``: the tensors of an interrupted run's checkpoint against those of an uninterrupted run's.
-- ``scripts: ...``, ``hybrid and gpt``, ``sharded: ...``, ``muon``: main's own scripts (``main_scripts.py``).
+- ``scripts: ...``, ``parallel: ...``, ``hybrid and gpt``, ``sharded: ...``, ``muon``: main's own scripts
+  (``main_scripts.py``).
 - ``check``: the last line of ``megatron-npu check``, and a run with ``MEGATRON_NPU_DRIFT=warn``.
 """
 
@@ -31,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import equal_numbers as equal  # noqa: E402
 import main_scripts  # noqa: E402
-from main_runs import BEFORE, MAIN, TREE, Row, deviation  # noqa: E402
+from main_runs import BEFORE, MAIN, TREE, Row, deviation, differing  # noqa: E402
 from main_runs import run as _run  # noqa: E402
 
 from megatron_npu.base import files  # noqa: E402
@@ -245,11 +246,8 @@ def resume(device: str, folder: Path) -> Iterator[Row]:
     )
     for words in (whole, [*parts, "--exit-interval", "3"], parts):
         _run(MAIN, device, _driver(*flags, *words))
-    steps = [str(folder / name / "iter_0000006") for name in ("whole", "parts")]
-    job = folder / "job.json"
-    job.write_text(json.dumps({"folders": steps}))
-    said = _run(MAIN, "cpu", [str(Path(__file__).resolve()), "--worker", "differ", str(job)])
-    total, differ = json.loads(said.splitlines()[-1])
+    one, other = (folder / name / "iter_0000006" for name in ("whole", "parts"))
+    total, differ = differing(one, other, folder)
     yield {"what": f"tensors of {total} that differ after an interruption", "found": differ}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -54,3 +55,16 @@ def deviation(values: list[float], expected: list[float]) -> float | str:
     if not values or len(values) != len(expected):
         return f"failed: {len(values)} iterations instead of {len(expected)}"
     return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+
+
+def differing(one: Path, other: Path, folder: Path) -> tuple[int, int]:
+    """Return how many entries a checkpoint of main has, and how many tensors differ in the other one.
+
+    Args:
+        folder: where the worker's instructions are written.
+    """
+    job = folder / "differ.json"
+    job.write_text(json.dumps({"folders": [str(one), str(other)]}))
+    said = run(MAIN, "cpu", [str(ROOT / "benchmarks" / "main_numbers.py"), "--worker", "differ", str(job)])
+    total, differ = json.loads(said.splitlines()[-1])
+    return total, differ

@@ -32,6 +32,11 @@ SHARDED = {
 }
 MUON_PATH = os.pathsep.join([tiny.environment()["PYTHONPATH"], str(main_runs.OPTIMIZERS)])
 MUON = "--optimizer muon --muon-fp32-matmul-prec high --lr 2e-2".split()
+PARALLEL = {
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "PP 2": (2, "--pipeline-model-parallel-size 2"),
+    "TP 2, PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
 SAVE, AFTER_TWO = ["--save-interval", "2"], ["--ckpt-step", "2"]
 
 
@@ -98,6 +103,26 @@ def one_script(program: str, device: str, folder: Path) -> Iterator[Row]:
     yield compared(f"`{Path(name).name}` ({program})", again, whole, 2)
 
 
+def parallel(layout: str, device: str, folder: Path) -> Iterator[Row]:
+    """Train a GPT in several processes on a device, against one on the CPU, and interrupt and resume it.
+
+    All runs begin with the weights and the optimizer state that one CPU process saved after two iterations.
+    The resumed run begins with the checkpoint after four, and the checkpoints after six are compared.
+    """
+    processes, flags = PARALLEL[layout]
+    start, once, twice = (folder / name for name in ("start", "once", "twice"))
+    alone = script("cpu", "pretrain_gpt.py", [*STOCK, "--save", str(start), *SAVE])
+    run = functools.partial(script, device, "pretrain_gpt.py", processes=processes)
+    words = [*STOCK, *flags.split(), *SAVE]
+    first = ["--load", str(start), *AFTER_TWO, *([] if device == "cpu" else ["--no-load-rng"])]
+    whole = run([*words, *first, "--save", str(once)])
+    yield compared(f"{layout}, against one process on the CPU", whole, alone, 2)
+    again = run([*words, "--load", str(once), "--ckpt-step", "4", "--save", str(twice)])
+    yield compared(f"{layout}, resumed", again, whole, 2)
+    total, differ = main_runs.differing(once / "iter_0000006", twice / "iter_0000006", folder)
+    yield {"what": f"{layout}, tensors of {total} that differ after an interruption", "found": differ}
+
+
 def hybrid_and_gpt(device: str, folder: Path) -> Iterator[Row]:
     """Resume a GPT's checkpoint as a hybrid, and that hybrid's as a GPT."""
     gpt, hybrid = str(folder / "gpt"), str(folder / "hybrid")
@@ -132,6 +157,7 @@ def muon(device: str, folder: Path) -> Iterator[Row]:
 PROGRAMS = ("gpt", "gpt, 4 experts", "hybrid M*M-", "bert", "t5")
 PARTS: dict[str, Callable[[str, Path], Iterator[Row]]] = {
     **{f"scripts: {name}": functools.partial(one_script, name) for name in PROGRAMS},
+    **{f"parallel: {name}": functools.partial(parallel, name) for name in PARALLEL},
     "hybrid and gpt": hybrid_and_gpt,
     **{f"sharded: {name}": functools.partial(sharded, name) for name in SHARDED},
     "muon": muon,

@@ -54,6 +54,13 @@ PARTS = {
         "Upstream prints the mean of the first two iterations as the second loss of a process, so this line\n"
         "is compared with the mean of two losses. The hybrid model runs with `MEGATRON_NPU_TE=local`.",
     ),
+    "parallel": (
+        "`pretrain_gpt.py` in several processes",
+        "One process on the CPU trains for six iterations and saves a checkpoint after two. Starting from\n"
+        "that checkpoint and its optimizer state, the last four iterations are run again on the device in\n"
+        "several processes. Another run resumes from the checkpoint that this run saved after its\n"
+        "second iteration. Losses and last checkpoints of the two are compared, the latter bit by bit.",
+    ),
     "hybrid and gpt": (
         "GPT and HybridModel",
         "`pretrain_gpt.py` trains a two-layer model and saves a checkpoint after two iterations.\n"

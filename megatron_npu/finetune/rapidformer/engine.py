@@ -309,7 +309,6 @@ def join(rank: int, world_size: int, timeout_minutes: float) -> None:
             "the cause."
         ) from error
     watchdog.begin()
-    save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
 
 
 def leave() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from functools import partial
@@ -17,6 +18,8 @@ from megatron_npu.adaptors.megatron_core.checkpoints.checkpointing import with_o
 from megatron_npu.adaptors.shared import checksums as of_scripts
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
+from tests.conftest import ROOT
+from tests.support import on_version, tiny, warm
 from tests.support.comparison import here
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -47,6 +50,16 @@ def test_tensors_of_a_prefix_are_removed(checkpoint):
     assert not list(checkpoint.glob("optimizer*"))
     wanted = {"kept": ShardedTensor.from_rank_offsets("kept", torch.empty(2, 3))}
     assert torch.equal(load(wanted, str(checkpoint))["kept"], torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2"])
+def test_tensors_of_a_prefix_are_removed_where_upstream_looks_in_another_class(version: str) -> None:
+    name = f"{__file__}::{test_tensors_of_a_prefix_are_removed.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    environment = tiny.environment() | on_version.environment(version)
+    done = warm.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "1 passed" in done.stdout
 
 
 def test_an_asynchronous_save_is_summed_up_and_named_before_anybody_hears_of_it(tmp_path: Path) -> None:

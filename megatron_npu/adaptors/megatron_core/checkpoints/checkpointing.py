@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, wrap
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, WITHOUT_CUDA, around, replace, wrap
 from megatron_npu.adaptors.shared import random, resumed_schedule
 from megatron_npu.base.errors import UsageError
 
@@ -58,6 +58,23 @@ def writer_with_metadata_path(original: Any) -> type:
     if hasattr(original, "metadata_path"):
         return original
     return type(original.__name__, (original,), {"metadata_path": property(original._get_metadata_path)})
+
+
+@replace(
+    "megatron.core.dist_checkpointing.serialization:remove_sharded_tensors",
+    versions=">=0.17,<0.19",
+    upstream_bug=True,
+    until="0.19, which looks in the class that loads",
+    why="upstream looks for the method in the class that saves, but only the class that loads has it: every "
+    "call raises an AttributeError",
+)
+def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
+    """Remove the tensors whose keys begin with ``key_prefix``, and their files, from a checkpoint."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.validation import verify_checkpoint
+
+    verify_checkpoint(checkpoint_dir)
+    TorchDistLoadShardedStrategy().remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 @around(

@@ -77,8 +77,19 @@ _PART = 1 << 20  # entries that are looked at together
     until=NOT_FIXED,
 )
 def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check the cached indices of a GPT dataset, and rebuild them if they are invalid."""
-    return _sound(lambda: original(self), lambda indices: _check_gpt(self, *indices))
+    """Check the cached indices, and rebuild them if they cannot be correct.
+
+    Raises:
+        UsageError: they are damaged, and with ``--dataloader-fast-cache-load`` upstream builds none.
+    """
+    fast = getattr(self.config, "fast_cache_load", False)
+    try:
+        return _sound(lambda: original(self), lambda indices: _check_gpt(self, *indices), rebuilds=not fast)
+    except DamagedIndexError as error:
+        if not fast:
+            raise
+        remedy = "Run once without --dataloader-fast-cache-load, which builds it again."
+        raise UsageError(error.given, remedy=remedy) from error
 
 
 @around(
@@ -103,10 +114,8 @@ def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kw
     return _sound(lambda: original(self, *args, **kwargs), lambda index: None)
 
 
-def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
-    """Return the indices that upstream builds or reads.
-
-    A damaged cache is deleted and rebuilt.
+def _sound(build: Callable[[], Any], check: Callable[[Any], None], *, rebuilds: bool = True) -> Any:
+    """Return the indices that upstream builds or reads; delete and rebuild a damaged cache if it can.
 
     On a machine that does not see the files of rank 0, one of its ranks builds them again. Only the first
     rank checks the indices, because upstream waits for it before the other ranks read them.
@@ -117,7 +126,7 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None]) -> Any:
         if first:
             check(indices)
     except DamagedIndexError as error:
-        if not first:
+        if not (first and rebuilds):
             raise
         logger.warning("%s; rebuilding it", error.given)
         for file in error.file.parent.glob(f"{error.file.name.rpartition('-')[0]}-*"):
@@ -143,7 +152,8 @@ def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> Non
     """Check the cached indices of a ``GPTDataset``.
 
     Args:
-        dataset: the dataset; its ``indices`` are the documents of its split.
+        dataset: the dataset; its ``indices`` are the documents of its split, or None with
+            ``--dataloader-fast-cache-load``, which always takes all documents.
         documents: [documents of all epochs], each the index of a document.
         samples: [samples + 1, 2], where each sample begins: the index into ``documents``, and the token in
             that document.
@@ -157,10 +167,11 @@ def _check_gpt(dataset: Any, documents: Any, samples: Any, shuffled: Any) -> Non
     _require(documents, documents.ndim == 1 and documents.size > 0)
     _require(samples, samples.ndim == 2 and samples.shape[1:] == (2,) and len(samples) > 1)
     _require(shuffled, shuffled.ndim == 1)
-    part = numpy.asarray(dataset.indices)
     lengths = dataset.dataset.sequence_lengths
+    part = dataset.indices
+    first, last = (0, len(lengths) - 1) if part is None else (numpy.min(part), numpy.max(part))
     for some in _parts(documents):
-        _require(documents, _within(some, part.min(), part.max()))
+        _require(documents, _within(some, first, last))
     for some in _parts(samples):
         places, tokens = some[:, 0], some[:, 1]
         _require(samples, _within(places, 0, len(documents) - 1) and tokens.min() >= 0)

@@ -6,6 +6,7 @@ that failed; one that passes has passed, whatever the rules say. A rule with ``e
 this machine lacks: such a failure is never a regression, because the baseline was taken elsewhere. Tests of a
 rule with ``barred`` are not even started. A rule with ``te`` is of one pass alone: ``absent`` of the first,
 where nothing has TransformerEngine's names, and its tests run a second time; ``local`` of that second pass.
+A rule with ``ours`` is for an error that this package raises; a test compares its text with the source.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Rule:
     environment: bool = False
     barred: bool = False
     te: str = ""
+    ours: bool = False
 
     def matches(self, test: str, text: str, device: str) -> bool:
         """Return whether the failure ``text`` of ``test`` (file and name) is one that this rule explains."""

@@ -42,7 +42,9 @@ On a machine without NPUs, `npu` is the [simulated Ascend](../explanation/simula
 recorded with the packages that upstream's tests import: pytest-mock, pytest-asyncio, mock, wrapt, msgpack,
 nltk, nvtx, requests, httpx, pyzmq, flask, fastapi and nvidia-resiliency-ext. The baseline of core_v0.19.0
 was recorded with nvidia-resiliency-ext 0.6.0, the version that it pins, and with emerging-optimizers 0.3.0,
-omegaconf and aiohttp. A test whose packages are not installed does not count; the run reports this.
+omegaconf and aiohttp. core_v0.18.2, which requires nvidia-resiliency-ext 0.6.0 too and cannot be imported
+with 0.4.1, was recorded from file 212 on without this package, and with emerging-optimizers 0.3.0, omegaconf
+and aiohttp. A test whose packages are not installed does not count; the run reports this.
 
 ## How they are run
 
