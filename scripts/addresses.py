@@ -40,6 +40,7 @@ PURPOSES = {
     "https://download.pytorch.org": "torch wheels for CPUs, downloaded by pip",
     "https://github.com/pytorch/pytorch/issues": "links to torch issues",
     "https://github.com/pytorch": "link to torch's source",
+    "https://filesystem-spec.readthedocs.io": "link to fsspec, which opens object storage",
     "https://huggingface.co": "part of another package's message; tokenizers and datasets (see below)",
     "https://huggingface.co/bigscience": "training text, downloaded manually",
     "https://s3.amazonaws.com/models.huggingface.co": "GPT-2's and BERT's vocabularies, downloaded manually",

@@ -65,12 +65,24 @@ class _Run:
 
     Attributes:
         saves_into: the disks that the run saves to, or None if all ranks share one folder.
+        copies_to: the address of the object storage that gets a copy of each checkpoint, if any.
     """
 
     saves_into: Disks | None = None
+    copies_to: str | None = None
 
 
 _run = _Run()
+
+
+def copy_to(address: str | None) -> None:
+    """Copy all checkpoints that are saved from now on to an address in object storage, or to none."""
+    _run.copies_to = address or None
+
+
+def copies_to() -> str | None:
+    """Return the address to which this run copies its checkpoints, or None."""
+    return _run.copies_to
 
 
 def several() -> Disks | None:

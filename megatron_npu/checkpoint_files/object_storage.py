@@ -36,25 +36,6 @@ class UploadError(OSError):
     """Raised on all ranks when a checkpoint, which is complete in ``--save``, could not be copied."""
 
 
-@dataclass
-class _Run:
-    """The state of the current run.
-
-    Attributes:
-        address: where its checkpoints are copied to, if anywhere.
-    """
-
-    address: str | None = None
-
-
-_run = _Run()
-
-
-def use(address: str | None) -> None:
-    """Copy all checkpoints that are saved from now on to an address."""
-    _run.address = address or None
-
-
 @dataclass(frozen=True)
 class Storage:
     """A folder of checkpoints in object storage.
@@ -139,9 +120,10 @@ def upload(folder: Path) -> None:
     Raises:
         UploadError: a file could not be copied. Raised on all ranks; ``_SUCCESS`` does not exist then.
     """
-    if _run.address is None:
+    address = disks.copies_to()
+    if address is None:
         return
-    storage = opened(_run.address)
+    storage = opened(address)
     leads = _rank() == 0
     _together(storage, folder, lambda: _forget(storage, folder.name) if leads else None)
     _together(storage, folder, lambda: _put(storage, folder, _own(folder)))

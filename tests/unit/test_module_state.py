@@ -21,7 +21,6 @@ KEPT = {
     "devices/loader_workers.py:_taking": "read by that handler",
     "devices/local_collectives.py:_waited_for": "torch's own state of coalescing is the process's, too",
     "checkpoint_files/disks.py:_run": "Megatron's own functions save and load, and are given no run",
-    "checkpoint_files/object_storage.py:_run": "where the checkpoints of this run are copied to",
     "checkpoint_files/folder_lock.py:_held": "descriptors of the process, which a forked child closes",
     "finetune/rapidformer/state.py:_process": "the run that a script asks for, from any of its threads",
     "ops/dispatch.py:fallbacks": "the report of the process: what has been computed by a reference, and why",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import disks, object_storage
 
-object_storage = pytest.importorskip("megatron_npu.checkpoint_files.object_storage")
 fsspec = pytest.importorskip("fsspec")
 
 
@@ -17,9 +17,9 @@ fsspec = pytest.importorskip("fsspec")
 def address(monkeypatch):
     monkeypatch.setattr(object_storage, "_PAUSE", 0.0)
     place = f"memory://{uuid.uuid4().hex}/run"
-    object_storage.use(place)
+    disks.copy_to(place)
     yield place
-    object_storage.use(None)
+    disks.copy_to(None)
 
 
 def saved(root: Path, iteration: int, content: str = "weights") -> Path:

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files import disks
 from megatron_npu.devices import gloo, loader_workers
 from megatron_npu.finetune.data import plain_padding, vocabulary
 from megatron_npu.finetune.data.loading import Collate, Loader, Sampling, require_length
@@ -277,6 +278,8 @@ def meet(args: Namespace) -> None:
     join(args.rank, args.world_size, args.distributed_timeout_minutes)
     if args.world_size > 1:
         save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
+    else:
+        disks.copy_to(args.object_storage)
 
 
 def join(rank: int, world_size: int, timeout_minutes: float) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import disks, folder_lock, object_storage, shared_folder
+from megatron_npu.checkpoint_files import disks, folder_lock, shared_folder
 from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 
@@ -63,7 +63,7 @@ def require_shared(save: str | None, *, per_machine: bool, storage: str | None =
         UsageError: machines have separate folders without that flag, or another run has locked one of them.
     """
     disks.forget()
-    object_storage.use(storage)
+    disks.copy_to(storage)
     if save and per_machine:
         hold_on_each_machine(Path(save))
     elif save:
