@@ -264,7 +264,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, computed in windows of the model's length."""
+        """Return the log-likelihoods of whole texts, computed in windows of the model's context length."""
         windows: list[Request] = []
         numbers = []
         for (string,) in (request.args for request in requests):

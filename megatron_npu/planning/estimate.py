@@ -136,7 +136,7 @@ class Estimate:
         return self.layers * layer + logits / min(2, layout.pipeline), self.layers * core
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Return the seconds of a matmul of tokens with a weight matrix."""
+        """Return the time in seconds of a matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -144,7 +144,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> float:
-        """Return the seconds of a micro-batch's communication on a stage, forward and backward."""
+        """Return the seconds that a stage spends on communication for one micro-batch, in both passes."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 8 * states * self._ring(layout.tensor, 1)  # four all-reduces, each twice a ring

@@ -181,7 +181,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
         with safe_load.weights_only():
             return torch.load(stream, *args, **{**kwargs, "weights_only": True})
     except pickle.UnpicklingError as error:
-        raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
+        raise refusal("a value in the checkpoint's .distcp files", safe_load.refused_name(error)) from error
 
 
 class _Module:

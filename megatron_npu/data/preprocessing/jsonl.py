@@ -131,7 +131,8 @@ def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
 def _texts(document: dict[str, object], key: str) -> list[str]:
     if key not in document:
         raise _UnfitError(
-            f"there is no key {key!r} (its keys are {', '.join(map(repr, list(document)[:8])) or 'none'})"
+            f"the object has no key {key!r} (the object's keys are "
+            f"{', '.join(map(repr, list(document)[:8])) or 'none'})"
         )
     value = document[key]
     texts: list[str] = []

@@ -153,7 +153,7 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int
     rows = found.arguments["padded_vocab_size"]
     if rows is not None and rows < tokens:
         raise UsageError(
-            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but must have at "
-            f"least the {tokens} of the tokenizer",
+            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but the tokenizer "
+            f"has {tokens} tokens, which is more",
             remedy="Pass the tokenizer files that training used.",
         )

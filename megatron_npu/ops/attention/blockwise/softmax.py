@@ -71,7 +71,7 @@ class TileSoftmax:
         return rounded
 
     def weights_of(self, tile: Tile) -> Tensor:
-        """Return memory for weights, ``[heads, queries · r, keys]``."""
+        """Return a buffer for the attention weights of a tile, ``[heads, queries · r, keys]``."""
         return self._buffers.take("weights", tile.shape, self._products.sums)
 
     def rounded_backward(

@@ -129,7 +129,7 @@ def holds_band(negative: str, other: str, side: int) -> Condition:
 
 
 def mask_covers_band(before: str, after: str) -> Condition:
-    """Require that the mask covers everything outside the band, which the device skips in mode 0."""
+    """Require that the mask hides all keys outside the band, because sparse mode 0 does not compute them."""
 
     def holds(a: SimpleNamespace) -> bool:
         if a.sparse_mode != 0:
