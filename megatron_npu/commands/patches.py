@@ -369,7 +369,7 @@ def _pins_in_words(found: Upstream) -> str:
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:
-        return "there are no pins for it"
+        return "no pins exist for this version"
     if found.version not in versions:
         return f"{found.version} has no pins; compared with those of {others}"
     return f"compared with the pins of {found.version}" + (

@@ -110,7 +110,7 @@ def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
     if name.partition(".")[0] == "mindspeed":
         return UsageError(
             f"{script} imports {name}, which is not installed and is not used with megatron_npu",
-            remedy="Remove this import from the script; nothing takes its place (see "
+            remedy="Remove this import from the script; no replacement is needed (see "
             "docs/how-to/switch-from-mindspeed.md).",
         )
     if name == "torch":

@@ -143,7 +143,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
             f"{tuple(sine.shape)} and {tuple(input.shape)}"
         )
     if not cosine.size(-1):
-        return "there is nothing to rotate"
+        return "the input has no channels to rotate"
     return None
 
 

@@ -502,7 +502,7 @@ def test_what_stays_is_named_with_the_reason():
     for name, reason in (
         ("no_bias", "no bias"),
         ("look_alike", "something other than RMS norm"),
-        ("extra_key", "extra keys"),
+        ("extra_key", "adds keys"),
         ("quick", "neither form of GELU"),
         ("smoothing", "label smoothing"),
         ("taken", "replaced already"),

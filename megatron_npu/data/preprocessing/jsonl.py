@@ -121,10 +121,10 @@ def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
         raise _UnfitError(f"byte {error.start} is not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise _UnfitError(
-            f"it is not valid JSON ({error})" if line.strip() else "the line is empty"
+            f"the line is not valid JSON ({error})" if line.strip() else "the line is empty"
         ) from error
     if not isinstance(document, dict):
-        raise _UnfitError(f"it is JSON of type {type(document).__name__}, not an object")
+        raise _UnfitError(f"the line is JSON of type {type(document).__name__}, not an object")
     return [_texts(document, key) for key in keys]
 
 

@@ -59,7 +59,7 @@ def _trouble() -> str | None:
         driver.active.get_current_target()
     except Exception as error:  # whatever its build, the compiler or the driver raises
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"triton does not work here: {told}"
+        return f"triton does not work on this machine: {told}"
     return None
 
 

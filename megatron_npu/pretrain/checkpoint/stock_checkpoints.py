@@ -136,7 +136,7 @@ def _read_among_shards(path: Path) -> dict[str, Any]:
 
 def _values(found: object, file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise safe_load.refusal(file, f"it contains a {type(found).__name__}")
+        raise safe_load.refusal(file, f"the file contains a {type(found).__name__}")
     return found
 
 

@@ -36,7 +36,7 @@ def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
         raise UsageError(
             f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of the tokenizer, but got "
             f"{flags.vocab_size}",
-            remedy="Remove it.",
+            remedy="Remove --vocab-size.",
         )
     return flags.vocab_size
 
@@ -58,7 +58,7 @@ def build(flags: TokenizerFlags) -> Tokenizer:
         raise UsageError(
             "--null-tokenizer-eod-id requires --tokenizer-type NullTokenizer, but got "
             f"{flags.tokenizer_type}",
-            remedy="Remove it.",
+            remedy="Remove --null-tokenizer-eod-id.",
         )
     if flags.tokenizer_type == "HuggingFaceTokenizer":
         if flags.tokenizer_model is None:

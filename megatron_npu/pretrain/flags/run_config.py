@@ -196,7 +196,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(content.splitlines(), 1):
         if "\0" in line:
             raise UsageError(
-                f"{path}, line {number} contains a null byte, which no value may have", remedy="Remove it."
+                f"{path}, line {number} contains a null byte, which no value may have",
+                remedy="Remove the null byte.",
             )
         text = _without_comment(line)
         if text.strip() not in ("", "---"):

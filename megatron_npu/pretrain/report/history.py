@@ -59,7 +59,7 @@ class History:
                 file may be untrusted.
         """
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
-            raise ValueError(f"the iteration is {row['iteration']!r}")
+            raise ValueError(f"the iteration is {row['iteration']!r}, which is not an iteration number")
         taking = {
             "start": self._restart,
             "ranks": self._place,

@@ -85,11 +85,11 @@ def test_keys_and_lists() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "it is not valid JSON"),
+        (b'{"text": "a"', "the line is not valid JSON"),
         (b"", "the line is empty"),
-        (b"[" * 100_000, "it is not valid JSON"),
-        (b"1" * 5000, "it is not valid JSON"),
-        (b'["text"]', "it is JSON of type list"),
+        (b"[" * 100_000, "the line is not valid JSON"),
+        (b"1" * 5000, "the line is not valid JSON"),
+        (b'["text"]', "the line is JSON of type list"),
         (b'{"body": "a"}', r"the object has no key 'text' \(the object's keys are 'body'\)"),
         (b"{}", r"the object has no key 'text' \(the object's keys are none\)"),
         (b'{"text": null}', "'text' holds NoneType"),

@@ -140,9 +140,9 @@ def _reason_against_a_ring(
 ) -> str | None:
     """Return the reason why ring attention cannot compute a sequence of ``tokens``, or None."""
     if mask is not None:
-        return "the data loader's mask"
+        return "the data loader passes a mask"
     if key.size(-1) != value.size(-1):
-        return "keys and values of different head sizes"
+        return "keys and values have different head sizes"
     if devices.current().name != "cuda":
         return None
     if any(limit is not None and limit < tokens - 1 for limit in call.options.window):
