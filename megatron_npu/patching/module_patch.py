@@ -163,7 +163,7 @@ class ModulePatch:
             for patch in group:
                 self.ledger.row(patch).settle(
                     "skipped",
-                    f"the target is defined conditionally, and the condition is not met ({verdict.place})",
+                    f"the target's definition has a condition that is not met ({verdict.place})",
                 )
             return
         if slot is None:

@@ -66,8 +66,8 @@ def test_a_table(tmp_path, capsys):
     assert every(found) == {"one", "two\nlines", "null"}
     told = capsys.readouterr().err
     assert "skipped 4 malformed rows: these" in told
-    assert "it has 1 cells, but the header has 2" in told
-    assert "it has 3 cells, but the header has 2" in told
+    assert "the row has 1 cells, but the header has 2" in told
+    assert "the row has 3 cells, but the header has 2" in told
     assert "it contains a byte that is not valid UTF-8" in told
 
 

@@ -35,9 +35,7 @@ def recognise(module: Any) -> Found:
     if names & {"CrossEntropyLoss", "cross_entropy"}:
         classes = getattr(module, "num_labels", None)  # of a head of Transformers
         if isinstance(classes, int) and classes < _SMALLEST and "split" not in names:  # into starts and ends
-            return Left(
-                "loss", f"the loss has {classes} classes, and below {_SMALLEST} torch's own is as fast"
-            )
+            return Left("loss", f"{classes} classes: below {_SMALLEST}, torch's own loss is as fast")
         return Replacement("loss", _BY, _with_our_loss)
     return None
 

@@ -45,7 +45,7 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
     if weight.dim() != 1:
         return Left(
             "norm",
-            f"the norm normalizes over {weight.dim()} dimensions, but the operation only over the last one",
+            f"the norm covers {weight.dim()} dimensions, but the operation only the last dimension",
         )
     return replacement
 
