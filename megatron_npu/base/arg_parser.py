@@ -265,7 +265,7 @@ class Parser(argparse.ArgumentParser):
         return {one.dest: one.choices for one in choosers}
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise an error if there are unknown flags, and suggest replacements for the first one."""
+        """Raise an error if the command line has unknown flags, and suggest replacements for the first."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             first, known = flags[0].partition("=")[0], self._option_string_actions

@@ -138,7 +138,7 @@ def search_for(script: Path) -> None:
 
 
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Reject a script if Python would import another Megatron than the one that contains the script.
+    """Reject a script if Python would import a Megatron other than the script's own Megatron.
 
     Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
     later), regardless of their order on the path.

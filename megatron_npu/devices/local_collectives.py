@@ -153,7 +153,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share.
+    """Return a buffer that the ranks of ``group`` share.
 
     Return None, and log the reason, if they cannot share memory.
     """

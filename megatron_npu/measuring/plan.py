@@ -90,7 +90,7 @@ class Plan(Setting):
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return the reason why a row's switches cannot be combined here, or an empty string."""
+    """Return the reason why this machine cannot combine a row's switches, or an empty string."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",

@@ -24,7 +24,7 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 
 def package_directory(name: str) -> Path | None:
-    """Return the folder of an installed package without importing it, or None if there is no package."""
+    """Return the folder of a package without importing it, or None if the package is not installed."""
     spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None

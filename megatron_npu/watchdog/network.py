@@ -1,4 +1,4 @@
-"""Determine the addresses of this machine: the one that gloo uses, and whether others can be reached."""
+"""Determine the address that gloo uses on this machine, and whether other addresses can be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redirect the device arguments of torch functions that have no module of their own here.
+"""Redirect the device arguments of torch functions that no other module of this folder redirects.
 
 These are loading, storages, generators, default tensor types, meshes and DDP.
 """

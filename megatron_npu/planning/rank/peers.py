@@ -67,7 +67,7 @@ class Nobody(dist.Store):
         """Return immediately, because every key exists."""
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key with its value."""
+        """Delete a key and its value."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:

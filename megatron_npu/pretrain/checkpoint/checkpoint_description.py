@@ -57,7 +57,7 @@ class CheckpointInfo:
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
 
     Return None if there is no such checkpoint.
 
@@ -70,7 +70,7 @@ def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
 
 
 def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
 
     Raise an error if there is no such checkpoint.
 

@@ -136,7 +136,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Mark a checkpoint that was not trained here as ``release``, and return its new path."""
+    """Mark a checkpoint that this package did not train as ``release``, and return the new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")

@@ -42,7 +42,7 @@ def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
 
 
 def build(flags: TokenizerFlags) -> Tokenizer:
-    """Return the tokenizer for ``--tokenizer-type`` and its files.
+    """Return the tokenizer that ``--tokenizer-type`` and the tokenizer files specify.
 
     Raises:
         UsageError: a file or size is missing or invalid.

@@ -380,7 +380,7 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return how a batch of packed sequences is partitioned, computed once for all layers.
+    """Return the partition of a batch of packed sequences, which is computed once for all layers.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, of which the key's boundaries are read.

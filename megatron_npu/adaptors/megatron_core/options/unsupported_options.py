@@ -128,7 +128,7 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Disable the options that have no effect here, and log this.
+    """Disable the options that have no effect without CUDA or TransformerEngine, and log them.
 
     Raises:
         FallbackForbiddenError: an option would be disabled in strict mode.

@@ -32,7 +32,7 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return memory for scores, ``[heads, queries · r, keys]``.
+        """Return a buffer for the scores of a tile, ``[heads, queries · r, keys]``.
 
         It can be reused once the weights are computed.
         """
