@@ -89,7 +89,7 @@ def byte_size_or_0(text: str) -> int:
 def byte_size(text: str) -> int:
     """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``.
 
-    It can be passed as ``type`` to ``add_argument``.
+    This parser can be passed as ``type`` to ``add_argument``.
 
     Raises:
         Unfit: the string is not a positive number of bytes.

@@ -130,7 +130,7 @@ def _are_for_memory(larger: Any, smaller: Any) -> bool:
 def _is_for_memory(group: Any) -> bool:
     """Return True if a group supports shared memory.
 
-    It must use gloo, have several ranks, and not be coalescing asynchronous collectives.
+    Such a group must use gloo, have several ranks, and not be coalescing asynchronous collectives.
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
         return False

@@ -1,7 +1,7 @@
 """Implement the lm-eval model ``megatron_npu``, which evaluates Megatron checkpoints directly.
 
-Checkpoints need no conversion. They are loaded like in ``megatron-npu generate``, and the results equal those
-of ``--model hf`` on the exported model.
+Checkpoints need no conversion. Checkpoints are loaded like in ``megatron-npu generate``, and the results
+equal those of ``--model hf`` on the exported model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replace pickle in upstream modules with pickled arrays, so that only plain data is built.
 
-The data are numbers, strings, dicts and arrays. It replaces pickle in the globals of those modules; all other
-names are pickle's own.
+The data are numbers, strings, dicts and arrays. This module replaces pickle in the globals of those modules;
+all other names are pickle's own.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _replaced = Replaced()
 def refusal(what: str, reason: str) -> UsageError:
     """Return the error for a rejected part of a checkpoint.
 
-    It is also stored for ``last_refusal``.
+    The error is also stored for ``last_refusal``.
 
     Args:
         what: the part.

@@ -59,7 +59,7 @@ def torch_directory() -> Path:
 def prepare() -> Path:
     """Return a directory for ``sys.path`` that contains torch_npu.
 
-    It is downloaded if necessary.
+    torch_npu is downloaded if necessary.
 
     Raises:
         UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory

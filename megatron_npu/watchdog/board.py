@@ -140,7 +140,7 @@ class Board:
     def enter(self, process: Process) -> None:
         """Register a rank once.
 
-        It must have sent a heartbeat before.
+        The rank must have sent a heartbeat before.
         """
         self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
         self._store.compare_set(f"end/{process.rank}", "", _LIVES.decode())

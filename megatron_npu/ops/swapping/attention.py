@@ -264,6 +264,6 @@ def _written_out(
 def masked(seen: Tensor) -> Tensor:
     """Return the inverse of the mask ``seen``, in torch's convention.
 
-    It is computed once for all layers.
+    The inverse is computed once for all layers.
     """
     return cache_on_tensor(seen, "masked", lambda: ~seen)

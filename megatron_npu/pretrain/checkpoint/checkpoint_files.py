@@ -60,7 +60,7 @@ def is_of_fsdp(path: Path) -> bool:
 def common_lies_among_shards(path: Path) -> bool:
     """Return True if unsharded values are stored as an object among the shards, as in 0.19 and later.
 
-    The index is a pickle. It is only searched for the object's name, and nothing is unpickled.
+    The index is a pickle. The pickle is only searched for the object's name, and nothing is unpickled.
     """
     index = path / INDEX
     return index.is_file() and COMMON_OBJECT.encode() in index.read_bytes()

@@ -95,7 +95,7 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 def hashes(flags: TokenizerFlags) -> dict[str, str]:
     """Return the SHA-256 of each tokenizer file by name.
 
-    It is used to detect a changed vocabulary.
+    The sums are used to detect a changed vocabulary.
     """
     if flags.tokenizer_type == "NullTokenizer":
         return {}

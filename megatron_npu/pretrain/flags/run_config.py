@@ -2,8 +2,8 @@
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
-The file is flat YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package, and nothing in
-it is executed. The command line takes precedence over the file, and the file over the preset.
+The file is flat YAML: ``flag: value`` lines, lists in brackets, comments. The parser needs no package, and
+nothing in it is executed. The command line takes precedence over the file, and the file over the preset.
 """
 
 from __future__ import annotations

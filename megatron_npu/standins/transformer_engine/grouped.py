@@ -13,7 +13,7 @@ from megatron_npu.standins.transformer_engine.layers import Initializer, Linear
 class GroupedLinear(Linear):
     """A group of linear layers with parameters ``weight0`` ``[o, i]``, ``bias0`` ``[o]``, ``weight1``, …
 
-    It does not communicate.
+    The group does not communicate.
 
     Args:
         num_gemms: the number of layers.

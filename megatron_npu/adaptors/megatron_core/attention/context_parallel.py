@@ -317,7 +317,7 @@ def _packed_ring(
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
     """Return a batch's packed sequences in the form for a ring of ``size`` ranks.
 
-    They are computed once per batch.
+    These sequences are computed once per batch.
     """
 
     def read() -> tuple[Document, ...]:

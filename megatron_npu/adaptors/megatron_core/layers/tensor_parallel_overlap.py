@@ -1,6 +1,6 @@
 """Support ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
 
-They are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
+The fused matmuls are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
 ``transformer.transformer_config`` of ``megatron.core``, and ``megatron.training.initialize``.
 """
 

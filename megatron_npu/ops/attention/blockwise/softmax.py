@@ -34,7 +34,7 @@ class TileSoftmax:
     def scores_of(self, tile: Tile) -> Tensor:
         """Return a buffer for the scores of a tile, ``[heads, queries · r, keys]``.
 
-        It can be reused once the weights are computed.
+        The buffer can be reused once the weights are computed.
         """
         return self._buffers.take("scores", tile.shape, self._products.sums)
 

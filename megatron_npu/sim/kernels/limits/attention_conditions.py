@@ -113,7 +113,7 @@ def is_cumulative(argument: str, tokens: str) -> Condition:
 def holds_band(negative: str, other: str, side: int) -> Condition:
     """Check that a negative limit of the band is valid.
 
-    It must be smaller than the sequence, and the other limit must be at least as large.
+    A negative limit must be smaller than the sequence, and the other limit must be at least as large.
 
     Args:
         side: which of (queries, keys) is the sequence for ``negative``.
