@@ -52,7 +52,7 @@ _undoing = ExitStack()
 def pins_directory() -> Path:
     """Return the folder of the pin files.
 
-    It is inside the package in a wheel, and next to the package otherwise.
+    The folder is inside the package in a wheel, and next to the package otherwise.
     """
     package = Path(__file__).resolve().parent
     inside = package / "patches"

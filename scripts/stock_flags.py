@@ -60,8 +60,9 @@ this table**. [stock-options.md](stock-options.md) has the results of training r
 - **fails**: Megatron's own check rejects the flag with a traceback.
 - **–**: this version does not have the flag.
 
-Each flag was tried with one value: the value in the remark if there is one, otherwise the last of its
-choices, or twice or half its default. *main* is commit d98e8a64; 0.19 is core_v0.19.0.
+Each flag was tried with one value. A value that the remark names was used. Otherwise, a flag with choices
+was given its last choice, and a flag with a numeric default was given twice or half that default.
+In the table, *main* is commit d98e8a64, and 0.19 is core_v0.19.0.
 """
 
 

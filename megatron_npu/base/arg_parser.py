@@ -90,7 +90,7 @@ def byte_size_or_0(text: str) -> int:
 def byte_size(text: str) -> int:
     """Parse a number of bytes such as ``65536``, ``512M`` or ``64GB``.
 
-    It can be passed as ``type`` to ``add_argument``.
+    This parser can be passed as ``type`` to ``add_argument``.
 
     Raises:
         Unfit: the string is not a positive number of bytes.
@@ -282,7 +282,7 @@ class Parser(argparse.ArgumentParser):
         return {one.dest: one.choices for one in choosers}
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise an error if there are unknown flags, and suggest replacements for the first one."""
+        """Raise an error if the command line has unknown flags, and suggest replacements for the first."""
         flags = [word for word in unknown if word.startswith("--")]
         if flags:
             first, known = flags[0].partition("=")[0], self._option_string_actions

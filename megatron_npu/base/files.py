@@ -168,7 +168,7 @@ def own_opener(path: str, flags: int) -> int:
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
         if os.fstat(link).st_uid not in (os.geteuid(), _ROOT):
-            raise PermissionError(errno.EACCES, "it is a link created by another user", path)
+            raise PermissionError(errno.EACCES, "the path is a link that another user has created", path)
         target = os.readlink("", dir_fd=link)  # of this very link, whatever has its name now
     finally:
         os.close(link)
@@ -177,7 +177,7 @@ def own_opener(path: str, flags: int) -> int:
 
 def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
     if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (os.geteuid(), _ROOT):
-        raise PermissionError(errno.EACCES, "it is a pipe created by another user", path)
+        raise PermissionError(errno.EACCES, "the path is a pipe that another user has created", path)
 
 
 def without_waiting(path: str, flags: int) -> int:
@@ -198,7 +198,7 @@ def regular(path: str | Path) -> BinaryIO:
     stream = open(path, "rb", opener=without_waiting)  # noqa: SIM115  # the caller closes it
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
     return stream
 
 

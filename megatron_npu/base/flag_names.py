@@ -87,5 +87,5 @@ def nearest(flag: str, known: Collection[str]) -> list[str]:
 
 
 def flags_of_others() -> list[str]:
-    """Return the flags of other projects that have a replacement here."""
+    """Return the flags of other projects that have a replacement in this package."""
     return list(_INSTEAD)

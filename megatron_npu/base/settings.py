@@ -82,7 +82,7 @@ class Variable:
     def read(self, text: str) -> object:
         """Convert a text to the variable's type.
 
-        It is also the ``type`` of the flag that sets the variable.
+        This method is also the ``type`` of the flag that sets the variable.
 
         Raises:
             Unfit: ``choices`` or ``type`` does not accept ``text``.

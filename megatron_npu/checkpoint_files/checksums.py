@@ -1,9 +1,9 @@
 """Write checksums of a checkpoint's files on save, and verify them on load.
 
-They detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can change
-its checksum. They are 128-bit XXH3 digests, computed with the xxhash package at more than 10 GB/s, so the
-disk is the bottleneck. Sizes and small files are compared first; a thread compares large files during
-loading, and loading succeeds only if they are undamaged.
+The checksums detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can
+change its checksum. The checksums are 128-bit XXH3 digests, computed with the xxhash package at more than 10
+GB/s, so the disk is the bottleneck. Sizes and small files are compared first; a thread compares large files
+during loading, and loading succeeds only if they are undamaged.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _number(path: Path) -> int | None:
 def _readers(names: Iterable[str], ranks: int) -> dict[str, int]:
     """Return the rank that verifies each file.
 
-    It is the file's writer if the number of ranks is unchanged.
+    The rank is the file's writer if the number of ranks is unchanged.
 
     The writer also loads that file, so its machine reads it only once. Otherwise, the ranks take turns.
     """
@@ -324,7 +324,7 @@ def _read(folder: Path) -> Entries:
     if content["algorithm"] != ALGORITHM:
         raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
-        raise ValueError("it names files outside its folder")
+        raise ValueError("the checksum file names files outside its folder")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 
 

@@ -213,7 +213,8 @@ def _listed(away: Mapping[str, str]) -> str:
 def complete(folder: Path) -> None:
     """Copy small files of a checkpoint to every machine, with the list of files on other machines.
 
-    All ranks must call this after all of them have written. It has no effect if they share one folder.
+    All ranks must call this after all of them have written. The call has no effect if the machines share one
+    folder.
 
     Raises:
         FileNotFoundError: the index names a shard that no machine has. Raised on all ranks.

@@ -72,7 +72,8 @@ def _files(parts: Sequence[Path]) -> dict[str, Path]:
     if away:
         name, host = min(away.items())
         raise UsageError(
-            f"{len(away)} files are in none of the parts; one of them is {name}, which is on {host}",
+            f"the given folders lack {len(away)} files of the checkpoint; one of them is {name}, which is "
+            f"on {host}",
             remedy="Add the folder of that machine.",
         )
     return found

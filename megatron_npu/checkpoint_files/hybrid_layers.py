@@ -41,7 +41,7 @@ def layers_of_gpt(pattern: str) -> int:
 
 
 def is_of_hybrid(keys: Iterable[str]) -> bool:
-    """Return True if a checkpoint's weight names are those of a hybrid model."""
+    """Return True if a checkpoint has the weight names of a hybrid model."""
     return any(key.startswith(_FINAL_NORM) for key in keys)
 
 

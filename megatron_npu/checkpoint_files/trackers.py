@@ -27,8 +27,8 @@ def tell_of_newer(place: Path) -> None:
     if newer:
         print(
             f"megatron_npu: warning: the tracker in {place.parent} names iteration {own}, but "
-            f"there are newer checkpoints: {', '.join(map(str, newer))}. Write {newer[-1]} to "
-            "it, unless it was set back on purpose.",
+            f"there are newer checkpoints: {', '.join(map(str, newer))}. Write {newer[-1]} to the "
+            "tracker, unless you set it back on purpose.",
             file=sys.stderr,
             flush=True,
         )

@@ -365,11 +365,11 @@ def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
 
 
 def _pins_in_words(found: Upstream) -> str:
-    """Describe which versions' pins are used: this version's and, if needed, those of other versions."""
+    """Describe the pins that are used: the pins of this version and, if needed, of other versions."""
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:
-        return "there are no pins for it"
+        return "no pins exist for this version"
     if found.version not in versions:
         return f"{found.version} has no pins; compared with those of {others}"
     return f"compared with the pins of {found.version}" + (

@@ -110,7 +110,7 @@ def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
     if name.partition(".")[0] == "mindspeed":
         return UsageError(
             f"{script} imports {name}, which is not installed and is not used with megatron_npu",
-            remedy="Remove this import from the script; nothing takes its place (see "
+            remedy="Remove this import from the script; no replacement is needed (see "
             "docs/how-to/switch-from-mindspeed.md).",
         )
     if name == "torch":
@@ -138,7 +138,7 @@ def search_for(script: Path) -> None:
 
 
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Reject a script if Python would import another Megatron than the one that contains the script.
+    """Reject a script if Python would import a Megatron other than the script's own Megatron.
 
     Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
     later), regardless of their order on the path.

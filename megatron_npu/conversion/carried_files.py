@@ -37,7 +37,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the tokenizer from one folder to another, replacing any tokenizer that is already there.
+    """Copy the tokenizer from one folder to another, and replace an existing tokenizer.
 
     Raises:
         UsageError: a link points outside the source folder.

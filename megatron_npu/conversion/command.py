@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer-type",
         choices=tokenizer_files.KINDS,
         help=(
-            "tokenizer of the result; NullTokenizer converts no tokenizer (only with --to megatron; "
+            "tokenizer of the result; NullTokenizer omits the tokenizer (only with --to megatron; "
             "default: detected from the source's files)"
         ),
     )

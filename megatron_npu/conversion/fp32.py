@@ -24,7 +24,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def run(
     model: Module, dtype: torch.dtype, *, embeddings: Iterable[Module], output: Module, returns_bias: bool
 ) -> None:
-    """Make a model compute in fp32 with its weights rounded to ``dtype``.
+    """Make a model compute in fp32, with weights that are rounded to ``dtype``.
 
     Args:
         model: the model, which must be in evaluation mode.

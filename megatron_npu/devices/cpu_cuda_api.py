@@ -85,7 +85,7 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         """Return the lowest and the highest stream priority.
 
-        They are equal on a CPU.
+        Both priorities are equal on a CPU.
         """
         return 0, 0
 
@@ -185,7 +185,7 @@ def _rng_names(
 ) -> dict[str, Any]:
     """Return the functions of torch.cuda.random.
 
-    They ignore the device argument, because a process has only one device.
+    The functions ignore the device argument, because a process has only one device.
     """
 
     def get_rng_state(device: Any = "cuda") -> torch.Tensor:

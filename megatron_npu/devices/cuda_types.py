@@ -23,7 +23,7 @@ _TYPES = {
 class TensorType(type):
     """Metaclass of ``torch.cuda.FloatTensor`` and similar types, which supports calls and ``isinstance``.
 
-    They must be types because ``megatron.core.transformer.module`` uses them with isinstance.
+    These types must be classes, because ``megatron.core.transformer.module`` uses them with isinstance.
     """
 
     dtype: torch.dtype

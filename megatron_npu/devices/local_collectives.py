@@ -130,7 +130,7 @@ def _are_for_memory(larger: Any, smaller: Any) -> bool:
 def _is_for_memory(group: Any) -> bool:
     """Return True if a group supports shared memory.
 
-    It must use gloo, have several ranks, and not be coalescing asynchronous collectives.
+    Such a group must use gloo, have several ranks, and not be coalescing asynchronous collectives.
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2 or dist.get_backend(group) != "gloo":
         return False
@@ -153,7 +153,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return memory that the ranks of ``group`` share.
+    """Return a buffer that the ranks of ``group`` share.
 
     Return None, and log the reason, if they cannot share memory.
     """

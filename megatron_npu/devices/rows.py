@@ -46,7 +46,7 @@ class Rows:
             ValueError: there are no rows.
         """
         if self._held is None:
-            raise ValueError("no rows have been added")
+            raise ValueError("at least one row is required, but no rows have been added")
         return self._held[: self._count]
 
     def _unfilled(self, width: tuple[int, ...], like: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ reduce to a shared segment, reduces its own part, and reads the results of the o
 the ranks, so a dead or late rank ends the wait as before. Sums over two ranks are bitwise identical to
 gloo's; with more ranks, the order of additions differs.
 
-The segment is an anonymous file in memory (``memfd_create``), opened through the first rank's ``/proc``. It
-has no name in ``/dev/shm``, so nothing is left behind if a process dies, and a small ``/dev/shm`` does not
-limit its size.
+The segment is an anonymous file in memory (``memfd_create``), opened through the first rank's ``/proc``. The
+segment has no name in ``/dev/shm``, so nothing is left behind if a process dies, and a small ``/dev/shm``
+does not limit its size.
 """
 
 from __future__ import annotations

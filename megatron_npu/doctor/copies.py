@@ -1,4 +1,4 @@
-"""Find the copy of this package in use, and copies that a script started here would import instead."""
+"""Find the copy of this package in use, and copies that a script in this folder would import instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[
 
 
 def _installed() -> str:
-    """Return how pip installed the package."""
+    """Return the way in which pip installed the package."""
     try:
         record = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:

@@ -98,7 +98,7 @@ def _python_of(script: str) -> str | None:
 def _copy_in(python: str) -> str | None:
     """Return the folder of the copy that ``python`` imports.
 
-    It is empty without a copy, and None if Python does not run.
+    The result is empty without a copy, and None if Python does not run.
     """
     return _output([python, "-c", _WHERE.format(name=_NAME)])
 

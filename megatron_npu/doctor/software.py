@@ -153,7 +153,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return how Megatron is patched in a process that runs a stock script."""
+    """Return the mechanism that patches Megatron in a process that runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

@@ -1,7 +1,7 @@
 """Implement the lm-eval model ``megatron_npu``, which evaluates Megatron checkpoints directly.
 
-Checkpoints need no conversion. They are loaded like in ``megatron-npu generate``, and the results equal those
-of ``--model hf`` on the exported model.
+Checkpoints need no conversion. Checkpoints are loaded like in ``megatron-npu generate``, and the results
+equal those of ``--model hf`` on the exported model.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, computed in windows of the model's length."""
+        """Return the log-likelihoods of whole texts, computed in windows of the model's context length."""
         windows: list[Request] = []
         numbers = []
         for (string,) in (request.args for request in requests):

@@ -1,8 +1,8 @@
 """Apply a checkpoint's chat template, which converts messages to the text format used in training.
 
 Templates are written in Jinja and are distributed with the Hugging Face tokenizer, so they are untrusted.
-They are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and with
-a time limit.
+Templates are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and
+with a time limit.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def read_prompts(file: str) -> list[str]:
     try:
         lines = given_files.lines(file)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        reason = error.strerror if isinstance(error, OSError) else f"the file is not UTF-8: {error}"
         raise UsageError(
             f"--sample-input-file {file} cannot be read: {reason}. It must be a UTF-8 text file with one "
             "prompt per line. Correct the file or its path."

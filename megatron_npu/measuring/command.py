@@ -1,8 +1,8 @@
 """Implement ``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism, compiled graphs.
 
-It prints one of the document's four tables: samples per second as mean and standard deviation, the peak
-memory of the largest rank, OOM for rows that do not fit and NA for rows that cannot run. Each row runs in
-separate processes.
+The command prints one of the document's four tables: samples per second as mean and standard deviation, the
+peak memory of the largest rank, OOM for rows that do not fit and NA for rows that cannot run. Each row runs
+in separate processes.
 """
 
 from __future__ import annotations

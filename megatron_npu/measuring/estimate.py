@@ -60,7 +60,7 @@ def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
 def activations(job: Job) -> int:
     """Return the bytes saved for the backward pass with fused attention.
 
-    They include at least the logits.
+    These bytes include at least the logits.
 
     According to arXiv:2205.05198, equations 1 and 2, these are s b h (10 + 24 / t) per layer in 16 bits,
     without the term 5 a s / h; the first pipeline stage stores as many micro batches as there are stages.

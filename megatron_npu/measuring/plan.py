@@ -85,12 +85,12 @@ class Plan(Setting):
         if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
             return "the global batch is not a multiple of the micro batch times the ranks"
         if scheme.sharding != "none" and self.ranks == 1:
-            return "there is nothing to shard with only one rank"
+            return "a single rank has no other rank to share shards with"
         return ""
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return the reason why a row's switches cannot be combined here, or an empty string."""
+    """Return the reason why this machine cannot combine a row's switches, or an empty string."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",

@@ -1,7 +1,8 @@
 """Run one rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's variables.
 
-It reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
-``rankN.json``. It ends when its standard input closes, that is, when the process that started it ends.
+The process reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
+``rankN.json``. The process ends when its standard input closes, that is, when the process that started it
+ends.
 """
 
 from __future__ import annotations

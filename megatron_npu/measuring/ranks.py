@@ -157,7 +157,7 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
 
 
 def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
-    """Return a row's values from those of its ranks.
+    """Compute the values of a row from the values of the row's ranks, and return them.
 
     The slowest rank determines the time of a repetition.
     """
@@ -174,7 +174,7 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
-    """Return how a lack of memory ended a rank without a result, or an empty string for other causes."""
+    """Describe how a lack of memory ended a rank without a result. Return "" for other causes."""
     if code == -SIGKILL:
         return "the rank was killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""

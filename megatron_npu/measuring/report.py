@@ -55,7 +55,7 @@ class Row:
 
     @property
     def processor(self) -> float | None:
-        """The milliseconds of CPU time per sample, or None if unknown."""
+        """The CPU time per sample in milliseconds, or None if unknown."""
         assert self.outcome is not None
         return statistics.fmean(self.outcome.processor) * 1e3 if self.outcome.processor else None
 
@@ -221,7 +221,7 @@ class Report:
         ]
 
     def direction(self, row: Row, base: Row) -> str:
-        """Return True if a row differs from ``base`` in the same direction here as in the document."""
+        """Return True if a row differs from ``base`` in the same direction as in the document."""
         verdicts = self._verdicts(row, base)
         if not verdicts:
             word = row.scheme.printed.word

@@ -1,7 +1,7 @@
 """Define the document's four tables: the training of each row, and its published values.
 
-The document is "Accelerating PyTorch deep-learning training with Rapidformer". It used 4 GPUs of 32 GB, and
-reports samples per second as mean and standard deviation, and peak memory in MB.
+The document is "Accelerating PyTorch deep-learning training with Rapidformer". The document used 4 GPUs of 32
+GB, and reports samples per second as mean and standard deviation, and peak memory in MB.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Moved:
-    """A tensor that is being copied to the host, is stored there, or is being copied back."""
+    """A tensor that is being copied to the host, is stored on the host, or is being copied back."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device

@@ -1,7 +1,7 @@
 """Compute the gated delta rule of linear attention, whose decaying state is corrected for each key.
 
-It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
-sequence.
+The rule is implemented in plain torch on every device, with matrix products over chunks in place of a loop
+over the sequence.
 """
 
 from __future__ import annotations

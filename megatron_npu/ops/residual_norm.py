@@ -81,7 +81,7 @@ def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
     """Return and remove the result stored for the norm ``reader`` and ``input``.
 
-    It is returned only once to free its memory.
+    The result is returned only once to free its memory.
     """
     found = getattr(input, _RESULT, None)
     if found is None:

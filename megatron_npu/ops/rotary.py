@@ -54,7 +54,7 @@ def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: b
 def _tables(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of ``angles`` in fp32, multiplied by ``scale``.
 
-    They are cached with the angles: Megatron passes the same angles to every layer in every step.
+    The tables are cached with the angles: Megatron passes the same angles to every layer in every step.
     """
     return cache_on_tensor(angles, "rotary", lambda: _compute_tables(angles, scale), scale)
 
@@ -143,7 +143,7 @@ def _beyond_kernel(input: Tensor, cosine: Tensor, sine: Tensor) -> str | None:
             f"{tuple(sine.shape)} and {tuple(input.shape)}"
         )
     if not cosine.size(-1):
-        return "there is nothing to rotate"
+        return "the input has no channels to rotate"
     return None
 
 

@@ -1,7 +1,7 @@
 """Compute Mamba-2 state-space layers: the selective scan, and the short causal convolution before it.
 
-It is implemented in plain torch on every device, with matrix products over chunks in place of a loop over the
-sequence.
+The scan is implemented in plain torch on every device, with matrix products over chunks in place of a loop
+over the sequence.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 def sums_between(logs: Tensor) -> Tensor:
     """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``.
 
-    They are -inf if s is later than l.
+    The sums are -inf if s is later than l.
 
     Each sum is computed separately: differences of cumulative sums would lose precision.
     """

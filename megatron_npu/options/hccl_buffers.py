@@ -30,7 +30,7 @@ class GroupBuffers:
 
     Each group's buffer is as large as its largest message.
 
-    They are stored in the process's device.
+    The buffer sizes are stored in the process's device.
 
     Attributes:
         args: the validated arguments of Megatron or of the built-in trainer.

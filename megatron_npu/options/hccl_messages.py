@@ -161,8 +161,8 @@ class MessageSizes:
     def _gradients_of_whole_parameters(self) -> int:
         """Return the size in bytes of the gradients that sequence parallelism reduces in one call.
 
-        These include, per layer: norms of size h (two or four, and their biases), norms of heads and latents,
-        biases after row-parallel layers, and the router.
+        The gradients include, per layer: norms of size h (two or four, and their biases), norms of heads and
+        latents, biases after row-parallel layers, and the router.
         """
         if not self.sequence_parallel:
             return 0

@@ -281,7 +281,7 @@ def refusal_of(switches: Switches, place: Place) -> Refusal | None:
 
 
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
-    """Describe those of the given switches that a rule rejects."""
+    """Describe the given switches that a rule rejects."""
     flags = [
         switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS

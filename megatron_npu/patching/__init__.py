@@ -1,6 +1,6 @@
 """Patch upstream modules at import: patch records, the import hook, the ledger and the pins.
 
-It does not depend on the patched Megatron, and imports nothing else from this project.
+This package does not depend on the patched Megatron, and imports nothing else from this project.
 """
 
 from megatron_npu.patching.patch import ALL_DEVICES, Patch

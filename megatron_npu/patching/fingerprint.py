@@ -71,8 +71,8 @@ def _merged(values: list[ast.expr]) -> list[ast.expr]:
 def signature(node: ast.AST) -> str:
     """Return the signature of a function or class as a string.
 
-    It consists of a function's parameters and defaults (with static, class and property decorators), a
-    class's bases and constructor, an import statement, or the names that an assignment binds.
+    The signature consists of a function's parameters and defaults (with static, class and property
+    decorators), a class's bases and constructor, an import statement, or the names that an assignment binds.
     """
     if isinstance(node, FUNCTIONS):
         word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"

@@ -162,7 +162,8 @@ class ModulePatch:
         if slot is None and verdict is not None and verdict.status != "gone":
             for patch in group:
                 self.ledger.row(patch).settle(
-                    "skipped", f"it is defined conditionally, and the condition is not met ({verdict.place})"
+                    "skipped",
+                    f"the target's definition has a condition that is not met ({verdict.place})",
                 )
             return
         if slot is None:

@@ -234,7 +234,7 @@ def conflict(use: Use | None, old: str, new: str) -> str | None:
     try:
         was, now = _read(old), _read(new)
     except _Unknown:
-        return "it is not a single function"
+        return "the original is not a single function"
     if was.head != now.head:
         return f"{was.head} became {now.head}"
     found = (*_by_position(use, was, now), *_by_name(use, was, now), *_not_taken(use, was, now))

@@ -62,7 +62,7 @@ class PinFile:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
-                raise ValueError(f"its format must be {FORMAT}, but it is {data['format']}")
+                raise ValueError(f"the format of the file must be {FORMAT}, but it is {data['format']}")
             targets = {target: Pin(**pin) for target, pin in data["targets"].items()}
             return cls(data["upstream"], data["version"], data["modules"], targets)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -181,7 +181,7 @@ class _Decorators:
     def watch(self, target: str, **options: Unpack[Options]) -> None:
         """Record that ``target`` is deliberately not patched, although a patch might be expected.
 
-        The ledger lists it as skipped. It is pinned like a patch: when upstream changes the function,
+        The ledger lists it as skipped. The symbol is pinned like a patch: when upstream changes the function,
         ``megatron-npu check`` reports the change, and ``why`` allows a reader to judge whether the reason
         still holds.
 

@@ -59,7 +59,7 @@ class SourceTree:
         self._sources: dict[str, Source | None] = {}
 
     def find(self, module: str) -> Source | None:
-        """Return the source of ``module``, or None if there is no file."""
+        """Return the source of ``module``, or None if the module has no file."""
         if module not in self._sources:
             bases = [folder.joinpath(*module.split(".")) for folder in (self.root, self.root / "tasks")]
             paths = [

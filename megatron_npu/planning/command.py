@@ -247,7 +247,7 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run one rank of each kind and return the rows of the results.
+    """Run one rank for each role in the job and return the rows of the results.
 
     Stop at the first failure.
 

@@ -188,7 +188,7 @@ class Estimate:
         return layers * (core + attention + mlp + rest) + logits, layers * core, logits
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Return the seconds of a matmul of tokens with a weight matrix."""
+        """Return the time in seconds of a matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -196,7 +196,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> tuple[float, float]:
-        """Return the seconds that a pass through a chunk communicates: within its layers, and to a stage."""
+        """Return the seconds that a stage spends on communication for one micro-batch, in both passes."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 4 * states * self._ring(layout.tensor, 1)  # two all-reduces, each twice a ring

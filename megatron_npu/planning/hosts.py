@@ -19,7 +19,7 @@ _ENDING = 10  # seconds
 class Hosts:
     """Host processes of a plan, one per program and environment.
 
-    They end with ``end`` and with this process.
+    Host processes end with ``end`` and with this process.
     """
 
     def __init__(self) -> None:

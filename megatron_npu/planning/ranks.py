@@ -34,7 +34,7 @@ class _Batches:
     def folder(self, words: Iterable[str]) -> str:
         """Return the folder for a command line.
 
-        It is removed when this process ends.
+        The folder is removed when this process ends.
         """
         key = tuple(words)
         if key not in self._folders:

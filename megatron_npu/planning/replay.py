@@ -1,10 +1,10 @@
 """Simulate torch's CUDA caching allocator for a sequence of allocations and frees.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2 with default settings and one stream. Sizes are
-rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB (the small pool), below 10 MiB from
-segments of 20 MiB, and larger ones from segments that are multiples of 2 MiB. The smallest free block that is
-large enough is used, and split if enough remains; adjacent free blocks are merged. Workspaces inside kernels
-and libraries are included only if a caller adds them.
+The simulation follows c10/cuda/CUDACachingAllocator.cpp of torch 2 with default settings and one stream.
+Sizes are rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB (the small pool), below 10
+MiB from segments of 20 MiB, and larger ones from segments that are multiples of 2 MiB. The smallest free
+block that is large enough is used, and split if enough remains; adjacent free blocks are merged. Workspaces
+inside kernels and libraries are included only if a caller adds them.
 """
 
 from __future__ import annotations

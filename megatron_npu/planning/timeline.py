@@ -56,7 +56,7 @@ def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]
 
 
 def _longest(changes: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return for each address the number of its longest-lived allocation."""
+    """Return for each address the index in ``changes`` of its longest-lived allocation."""
     begun: dict[int, int] = {}
     longest: dict[int, tuple[int, int]] = {}  # address -> (how long, number)
     for number, event in enumerate(changes):

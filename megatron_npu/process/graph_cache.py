@@ -1,6 +1,6 @@
 """Select a private folder for the graphs of torch.compile.
 
-They contain C++ code and pickles, which torch loads without checking their owner.
+The graphs contain C++ code and pickles, which torch loads without checking their owner.
 
 torch's default folder, ``/tmp/torchinductor_USER``, can be created first by any user. Importing
 ``torch._dynamo`` (an optimizer does) creates it and sets the variable, so ours is set before that.

@@ -1,10 +1,10 @@
 """Write a rank's error line to the file that torchrun reads to report the root cause.
 
-torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. It prints the content of the file, normally
-written by torch's ``record`` decorator, under "Root Cause". Without the file, torchrun prints a link to its
-documentation, forty lines below the rank's own message. A script whose main function has that decorator
-(bigscience's) has already written the same error with its traceback, fifty lines for each rank; the line
-replaces it.
+torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. torchrun prints the content of the file,
+normally written by torch's ``record`` decorator, under "Root Cause". Without the file, torchrun prints a link
+to its documentation, forty lines below the rank's own message. A script whose main function has that
+decorator (bigscience's) has already written the same error with its traceback, fifty lines for each rank; the
+line replaces it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Place:
 
 
 def patience_for_others(told: float = 0.0) -> float:
-    """Return how many seconds the first machine waits for the other machines."""
+    """Return the number of seconds that the first machine waits for the other machines."""
     return _given() or max(_LIMIT, told)
 
 

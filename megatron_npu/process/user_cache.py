@@ -41,7 +41,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file s
 def root() -> Path:
     """Return this project's folder in the user's cache, which may not exist.
 
-    It is the folder that ``platformdirs`` returns on Linux, without that dependency.
+    The folder is the one that ``platformdirs`` returns on Linux, without that dependency.
 
     Raises:
         UsageError: the user's cache folder cannot be determined.

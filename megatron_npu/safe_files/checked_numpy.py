@@ -22,7 +22,7 @@ _BYTE_ORDERS = ("<", ">", "=", "|")
 def _check(fits: bool, what: str) -> None:
     if not fits:
         raise pickle.UnpicklingError(
-            f"it contains {what}, which is neither a numpy number nor an array of numbers"
+            f"the file contains {what}, which is neither a numpy number nor an array of numbers"
         )
 
 

@@ -1,6 +1,6 @@
 """Convert indices of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
 
-Megatron-LM supported both from 2019 to 2023. They use one format and differ in how upstream reads it. The
+Megatron-LM supported both from 2019 to 2023. Both use one format and differ in how upstream reads it. The
 ``.bin`` file is that of ``mmap``: the tokens of all sequences. The ``.idx`` file is little-endian
 (``megatron/data/indexed_dataset.py`` of 285068c8):
 
@@ -71,7 +71,7 @@ def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int)
 def mapped(index: str | Path) -> Iterator[str | Path]:
     """Yield the path of an index in the current format.
 
-    It is the file itself or a temporary conversion.
+    The path is the file itself or a temporary conversion.
 
     Memory maps of a temporary file remain valid after its removal.
 

@@ -109,7 +109,7 @@ def refused_name(error: BaseException) -> str:
     """Return the name that torch refused to build, or the reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
-    return f"it names {named[1]}" if named else text
+    return f"the file names {named[1]}" if named else text
 
 
 def names_in_pickle(stream: IO[bytes]) -> set[str]:
@@ -162,7 +162,7 @@ def refusal(file: Path, reason: str) -> UsageError:
     """Return the error for a rejected file."""
     return UsageError(
         f"{file} cannot be loaded safely: {reason}; only types that Megatron-LM saves are accepted",
-        remedy="Do not load it if you do not trust it.",
+        remedy="Do not load a file that you do not trust.",
     )
 
 

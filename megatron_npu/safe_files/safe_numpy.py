@@ -1,6 +1,6 @@
 """Replace numpy in upstream modules that use index files, with no pickle and with atomic writes.
 
-It replaces numpy in the globals of those modules; all other names are numpy's own.
+This module replaces numpy in the globals of those modules; all other names are numpy's own.
 """
 
 from __future__ import annotations

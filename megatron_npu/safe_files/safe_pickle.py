@@ -1,7 +1,7 @@
 """Replace pickle in upstream modules with pickled arrays, so that only plain data is built.
 
-The data are numbers, strings, dicts and arrays. It replaces pickle in the globals of those modules; all other
-names are pickle's own.
+The data are numbers, strings, dicts and arrays. This module replaces pickle in the globals of those modules;
+all other names are pickle's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _ArrayUnpickler(DataUnpickler):
         try:
             return _ALLOWED[f"{module}.{name}"]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}") from None
+            raise pickle.UnpicklingError(f"the pickle names {module}.{name}") from None
 
     def check_change(self, made: Any) -> None:
         """Check that state is set only on the replacements of numpy objects.
@@ -38,7 +38,7 @@ class _ArrayUnpickler(DataUnpickler):
             UnpicklingError: ``made`` is something else.
         """
         if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
-            raise pickle.UnpicklingError(f"it sets the state of a {type(made).__name__}")
+            raise pickle.UnpicklingError(f"the pickle sets the state of a {type(made).__name__}")
 
 
 def __getattr__(name: str) -> Any:

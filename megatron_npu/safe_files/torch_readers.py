@@ -52,7 +52,7 @@ _replaced = Replaced()
 def refusal(what: str, reason: str) -> UsageError:
     """Return the error for a rejected part of a checkpoint.
 
-    It is also stored for ``last_refusal``.
+    The error is also stored for ``last_refusal``.
 
     Args:
         what: the part.
@@ -61,7 +61,7 @@ def refusal(what: str, reason: str) -> UsageError:
     error = UsageError(
         f"{what} cannot be loaded safely: {reason[:_MANY]}; only types that torch and Megatron write are "
         "accepted",
-        remedy="Do not load it if you do not trust it; MEGATRON_NPU_TRUST_FILES=1 lets it execute code.",
+        remedy="Do not load a checkpoint that you do not trust; MEGATRON_NPU_TRUST_FILES=1 lets it run code.",
     )
     _refusals[:] = [error]
     return error
@@ -88,7 +88,7 @@ class _MetadataUnpickler(DataUnpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise refusal("the checkpoint's .metadata", f"it names {module}.{name}")
+        raise refusal("the checkpoint's .metadata", f"the file names {module}.{name}")
 
     def check_change(self, made: Any) -> None:
         """Check that state is set only on objects that this file has created.
@@ -99,7 +99,7 @@ class _MetadataUnpickler(DataUnpickler):
         # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
         if isinstance(made, type) or not own:
-            raise refusal("the checkpoint's .metadata", f"it sets the state of {made!r}")
+            raise refusal("the checkpoint's .metadata", f"the file sets the state of {made!r}")
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:
@@ -107,7 +107,7 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
         # 0.16 has a MCoreMetadata that is not one of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-            raise ValueError(f"it contains a {type(metadata).__name__}")
+            raise ValueError(f"the file contains a {type(metadata).__name__}")
         return metadata
     except (UsageError, OSError):
         raise
@@ -182,7 +182,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
         with safe_load.weights_only():
             return torch.load(stream, *args, **{**kwargs, "weights_only": True})
     except (pickle.UnpicklingError, expanded_size.ExpandedSizeError) as error:
-        raise refusal("a value in the checkpoint's .distcp", safe_load.refused_name(error)) from error
+        raise refusal("a value in the checkpoint's .distcp files", safe_load.refused_name(error)) from error
 
 
 class _Module:

@@ -15,7 +15,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
 class ChatCompletion(Completion):
     """Response to a chat request.
 
-    It omits the end token, which is not part of the text.
+    The response omits the end token, which is not part of the text.
     """
 
     @property

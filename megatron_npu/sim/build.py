@@ -60,7 +60,7 @@ _FAILING = {"aclopCompile": 500000, "aclopExec": 500000, "rtKernelLaunch": 50000
 def runtime() -> Path:
     """Return the directory of the compiled runtime, building it if necessary.
 
-    It is built first if the sources, torch or the compiler have changed.
+    The runtime is built first if the sources, torch or the compiler have changed.
 
     Raises:
         UsageError: there is no C++ compiler, or the compiler does not accept the sources.

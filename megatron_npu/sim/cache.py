@@ -21,7 +21,7 @@ _LIBRARIES = ".libraries"  # the file that lists those of a folder
 def root() -> Path:
     """Return the simulator's cache directory, which need not exist.
 
-    It is the directory in the setting, or otherwise in the user's cache.
+    The result is the directory in the setting, or otherwise in the user's cache.
     """
     chosen = settings.SIM_CACHE.get()
     return Path(chosen).expanduser().absolute() if chosen else user_cache.root() / "sim"
@@ -50,9 +50,9 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
     If it does not exist, ``prepare(directory)`` fills it.
 
-    It is filled under a temporary name and renamed, so a directory with its final name is complete. A file
-    lock ensures that the first of several processes (torchrun's ranks, xdist's workers) prepares it while the
-    others wait.
+    The directory is filled under a temporary name and renamed, so a directory with its final name is
+    complete. A file lock ensures that the first of several processes (torchrun's ranks, xdist's workers)
+    prepares it while the others wait.
 
     Raises:
         UsageError: the cache is not writable, or another user may have written to it.
@@ -72,7 +72,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
     """Return a cached directory of libraries for ``load``.
 
-    It is prepared again if a library is damaged.
+    The directory is prepared again if a library is damaged.
 
     Raises:
         UsageError: see ``prepared``.

@@ -254,7 +254,7 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 def _statistic(name: str) -> int:
     """Return a memory statistic of torch, summed over the devices.
 
-    It is 0 if no device has been used.
+    The statistic is 0 if no device has been used.
     """
     import torch
 

@@ -24,7 +24,7 @@ _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
 
 
 def package_directory(name: str) -> Path | None:
-    """Return the folder of an installed package without importing it, or None if there is no package."""
+    """Return the folder of a package without importing it, or None if the package is not installed."""
     spec = spec_of(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
@@ -59,7 +59,7 @@ def torch_directory() -> Path:
 def prepare() -> Path:
     """Return a directory for ``sys.path`` that contains torch_npu.
 
-    It is downloaded if necessary.
+    torch_npu is downloaded if necessary.
 
     Raises:
         UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory

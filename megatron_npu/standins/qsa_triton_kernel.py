@@ -12,7 +12,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def qsa_sparse_attention_from_indices(*_: Any, **__: Any) -> NoReturn:
-    """Reject the call, because Triton kernels are not available here.
+    """Reject the call, because Triton kernels are not available in this process.
 
     Raises:
         UsageError: always.

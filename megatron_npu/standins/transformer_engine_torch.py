@@ -1,7 +1,7 @@
 """Stub for ``transformer_engine_torch``, the compiled part of TransformerEngine, with one function.
 
-It determines the tokens of packed sequences that a context-parallel rank holds. LLaVA, Mamba layers and the
-batches of the scripts call it.
+The function determines the tokens of packed sequences that a context-parallel rank holds. LLaVA, Mamba layers
+and the batches of the scripts call it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Provide our ``transformer_engine`` to programs that import it before Megatron.
 
-The finder is at the end of ``sys.meta_path``, so a real package is found first. It finds the package only if
-``MEGATRON_NPU_TE=local`` selects our layers and the Megatron on the path is megatron-core; otherwise, the
-package cannot be imported. While our layers are in use, ``importlib.metadata`` returns their version for
+The finder is at the end of ``sys.meta_path``, so a real package is found first. The finder finds the package
+only if ``MEGATRON_NPU_TE=local`` selects our layers and the Megatron on the path is megatron-core; otherwise,
+the package cannot be imported. While our layers are in use, ``importlib.metadata`` returns their version for
 transformer-engine, which the LoRA of Megatron-Bridge 0.3.1 requires.
 """
 

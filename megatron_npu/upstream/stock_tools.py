@@ -1,4 +1,4 @@
-"""Check scripts of a Megatron-LM checkout: their path requirements, and whether they can run here."""
+"""Check whether scripts of a Megatron-LM checkout can run on this machine, and which paths they need."""
 
 from __future__ import annotations
 

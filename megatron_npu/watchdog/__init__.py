@@ -3,7 +3,7 @@
 Without a watchdog, a dead rank appears as "Connection reset by peer" in all other ranks, or has no visible
 effect for half an hour; a stopped rank has no visible effect at all. In each rank, a thread writes to the
 store of the run once a second where the main thread is (``place``, ``board``) and in which phase
-(``phases``). It opens no port and runs no collective. It detects:
+(``phases``). The thread opens no port and runs no collective. It detects:
 
 - a rank on the same machine that ended: the kernel reports it at once (``deaths``);
 - a rank on another machine that ended: its peers fail and check whose heartbeat has stopped;

@@ -140,7 +140,7 @@ class Board:
     def enter(self, process: Process) -> None:
         """Register a rank once.
 
-        It must have sent a heartbeat before.
+        The rank must have sent a heartbeat before.
         """
         self._store.set(f"who/{process.rank}", json.dumps(asdict(process)))
         self._store.compare_set(f"end/{process.rank}", "", _LIVES.decode())
@@ -178,16 +178,16 @@ class Board:
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Record that a rank has ended, and its error. An empty error means that it ended normally."""
+        """Record that a rank has ended, with the rank's error. An empty error means a normal end."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return how a rank ended, or None if it is still running or never registered."""
+        """Return the end of a rank, or None if the rank is still running or has never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return how each registered rank ended, or None for a running rank."""
+        """Return the end of each registered rank, or None for a running rank."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
@@ -200,7 +200,7 @@ class Board:
         return first
 
     def verdict(self) -> str | None:
-        """Return the verdict on the run, or None if there is none."""
+        """Return the verdict on the run, or None if the run has no verdict yet."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def told(self, rank: int) -> None:

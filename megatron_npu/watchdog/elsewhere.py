@@ -24,10 +24,10 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Compare the used CPU time with that of the previous call.
+    """Compare the used CPU time with the CPU time at the previous call.
 
-    It is called about once a second, and only while the main thread stands still, because searching for
-    children costs milliseconds on a machine with many processes.
+    This method is called about once a second, and only while the main thread stands still, because searching
+    for children costs milliseconds on a machine with many processes.
     """
 
     _last: _Sample | None = field(default=None)

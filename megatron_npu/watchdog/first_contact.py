@@ -195,7 +195,7 @@ def _listen(ears: contextlib.ExitStack, address: str) -> int:
 
 
 def _require_none(store: dist.Store, fault: list[str]) -> None:
-    """Raise the error in ``fault`` if there is one.
+    """Raise the error in ``fault`` unless ``fault`` is None.
 
     Rank 0 first waits until the other ranks have read the error, because it may host the store.
     """

@@ -1,4 +1,4 @@
-"""Determine the addresses of this machine: the one that gloo uses, and whether others can be reached."""
+"""Determine the address that gloo uses on this machine, and whether other addresses can be reached."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Address = tuple[str, int]
 def machine() -> str:
     """Return an identifier of this machine's network namespace, within which loopback works.
 
-    It is empty if unknown.
+    The identifier is empty if unknown.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -39,7 +39,7 @@ def machine() -> str:
 def own_address() -> str:
     """Return the address that gloo binds to.
 
-    It belongs to ``GLOO_SOCKET_IFNAME`` or else to the host name.
+    The address belongs to ``GLOO_SOCKET_IFNAME`` or else to the host name.
 
     Raises:
         UsageError: the interface does not exist.

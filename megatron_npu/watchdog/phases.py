@@ -23,7 +23,7 @@ def phase(name: Name) -> Iterator[None]:
 
     An inner phase takes precedence.
 
-    It has no effect in other threads, because the watchdog observes the main thread.
+    A phase has no effect in other threads, because the watchdog observes the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -376,7 +376,7 @@ def _limit_exit() -> None:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return True if an error or one of its causes is of a type that collectives raise for a lost rank.
+    """Return True if the type of the error, or of one of its causes, means a lost rank in a collective.
 
     0.16.1 converts every error during dataset construction to a plain ``Exception``.
     """

@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Check about once a second where the main thread is.
+    """Check the position of the main thread about once a second.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -31,7 +31,7 @@ class Stillness:
         self.still = 0.0  # seconds, at the last look
 
     def look(self) -> Beat:
-        """Return the current position of the main thread, and how long the thread has stayed there."""
+        """Return the current position of the main thread, and the time since its last change."""
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if now - self._looked > _PAUSE:  # this thread has not looked either
             self._moved += now - self._looked

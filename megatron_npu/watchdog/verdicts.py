@@ -100,5 +100,5 @@ def of_store(first: Process | None, *, has_ended: bool, error: Exception) -> str
     """Return the message about the loss of the store that rank 0 served."""
     who = first or "rank 0"
     if has_ended:
-        return f"{who} has exited (killed, or with an error), and the run's store with it"
+        return f"{who} has exited (killed, or with an error), and the run's store has ended with it"
     return f"the run's store is lost, and possibly {who} as well ({type(error).__name__})"

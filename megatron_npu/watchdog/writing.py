@@ -58,7 +58,7 @@ class Writing:
 def current_file() -> str:
     """Return the file being written and its size.
 
-    It is the file of a blocked call, or else the newest file.
+    The result is the file of a blocked call, or else the newest file.
 
     The result is empty if no file is open.
     """

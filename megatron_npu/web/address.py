@@ -42,7 +42,7 @@ class Address(NamedTuple):
 def address(text: str) -> Address:
     """Parse an address of the form ``[HOST:]PORT``.
 
-    It can be passed as ``type`` to ``add_argument``.
+    This function can be passed as ``type`` to ``add_argument``.
 
     Raises:
         Unfit: ``text`` is not an address.

@@ -53,9 +53,9 @@ def test_json_lines(tmp_path, capsys):
     assert every(found) == {"one", "two", "four"}
     (broken, utf8, kind, nothing) = written(tmp_path)
     assert broken[0] == 2
-    assert broken[1].startswith("it is not valid JSON")
+    assert broken[1].startswith("the line is not valid JSON")
     assert utf8 == (6, "byte 14 is not valid UTF-8")
-    assert kind == (7, "it is JSON of type list, not an object")
+    assert kind == (7, "the line is JSON of type list, not an object")
     assert nothing == (4, "the column 'sentence' has no value")  # of those with something on the line
     assert f"skipped 4 malformed rows: {tmp_path / 'skipped_rows.jsonl'}" in capsys.readouterr().err
 
@@ -66,8 +66,8 @@ def test_a_table(tmp_path, capsys):
     assert every(found) == {"one", "two\nlines", "null"}
     told = capsys.readouterr().err
     assert "skipped 4 malformed rows: these" in told
-    assert "it has 1 cells, but the header has 2" in told
-    assert "it has 3 cells, but the header has 2" in told
+    assert "the row has 1 cells, but the header has 2" in told
+    assert "the row has 3 cells, but the header has 2" in told
     assert "it contains a byte that is not valid UTF-8" in told
 
 
@@ -80,7 +80,7 @@ def test_a_row_of_a_language_model_may_be_empty(tmp_path):
 def test_one_too_many_stops_and_so_does_the_first_by_default(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"".join(LINES))
     with pytest.raises(
-        UsageError, match=r"rows.jsonl:7: it is JSON of type list.*malformed row number 3.*at most 2"
+        UsageError, match=r"rows.jsonl:7: the line is JSON of type list.*malformed row number 3.*at most 2"
     ):
         parts(tmp_path / "rows.jsonl", 2)
     with pytest.raises(UsageError, match="is not UTF-8"):

@@ -331,8 +331,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "a name that is not in the cache": (
         "causal_lm",
         ["--pretrained-model-name-or-path", "no-such-model"],
-        "--pretrained-model-name-or-path no-such-model cannot be loaded: it is neither a folder nor in the "
-        "local hub cache",
+        "no-such-model cannot be loaded: the model is neither a folder nor in the local hub cache",
     ),
     "a folder that is not there": (
         "causal_lm",
@@ -425,7 +424,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no label": (
         "sequence_classification",
         _other_data([{"text": "the cat", "stars": 1}] * 9),
-        "there is no column for the label (the data has 'text', 'stars')",
+        "the data has no column for the label (its columns are 'text', 'stars')",
     ),
     "one label": (
         "sequence_classification",

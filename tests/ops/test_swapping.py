@@ -502,7 +502,7 @@ def test_what_stays_is_named_with_the_reason():
     for name, reason in (
         ("no_bias", "no bias"),
         ("look_alike", "something other than RMS norm"),
-        ("extra_key", "extra keys"),
+        ("extra_key", "adds keys"),
         ("quick", "neither form of GELU"),
         ("smoothing", "label smoothing"),
         ("taken", "replaced already"),
@@ -519,7 +519,7 @@ def test_a_loss_over_few_classes_stays():
 
     assert loss_of("SequenceClassification", num_labels=2) == (
         "",
-        "it has 2 classes, and below 256 torch's own is as fast",
+        "2 classes: below 256, torch's own loss is as fast",
     )
     assert loss_of("TokenClassification", num_labels=300)[0].startswith("cross_entropy")
     assert loss_of("QuestionAnswering")[0].startswith("cross_entropy")  # over the places of a text

@@ -201,7 +201,7 @@ def test_a_misspelt_script_gets_the_nearest_one(tree: Path, given: str, told: st
     [
         ("gpt_builders", "Clone https://github.com/NVIDIA/Megatron-LM at the script's version, and set"),
         ("megatron.training", "is in a Megatron-LM checkout, not in the package megatron-core"),
-        ("mindspeed.megatron_adaptor", "Remove this import from the script; nothing takes its place"),
+        ("mindspeed.megatron_adaptor", "Remove this import from the script; no replacement is needed"),
     ],
 )
 def test_a_script_that_misses_what_only_a_checkout_has_is_told_in_one_line(

@@ -73,7 +73,8 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
     remedy = "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Remove --deepspeed."
     raise UsageError(
         "--deepspeed requires a model that upstream builds as a pipeline, such as GPT, because its "
-        f"training loop calls the pipeline engine; models such as BERT and T5 are not built as one. {remedy}"
+        "training loop calls the pipeline engine; upstream does not build models such as BERT and T5 as a "
+        f"pipeline. {remedy}"
     )
 
 

@@ -251,7 +251,7 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
         )
     if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
         raise UsageError(
-            "fp16 cannot be used with --deepspeed on a CPU, because DeepSpeed does not support it there. "
+            "fp16 cannot be used with --deepspeed on a CPU, because DeepSpeed does not support fp16 on CPUs. "
             "Train with --bf16, or without --deepspeed, because Megatron-DeepSpeed's own fp16 runs on a CPU."
         )
 

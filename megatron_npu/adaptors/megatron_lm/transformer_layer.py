@@ -20,7 +20,7 @@ biased_product.connect(records, fusions.no_bias)  # upstream expands what it is 
 def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Store in each layer the norms that read its residual sums.
 
-    These are its own norms, and the next layer's norm or the final norm.
+    The norms are the layer's own norms, and the next layer's norm or the final norm.
     """
     original(self, *args, **kwargs)
     layers = list(self.layers)

@@ -36,7 +36,8 @@ def require_supported(args: Any) -> None:
 def _require_client(given: str, place: str, args: Any) -> None:
     if not place.startswith("msc://"):
         raise UsageError(
-            f"{given} must be a directory, or an address msc://PROFILE/… for NVIDIA's multi-storage-client. "
+            f"{given} must be a directory, or an address of the form msc://PROFILE/… for NVIDIA's "
+            "multi-storage-client. "
             f"{_MOUNT}"
         )
     module = sys.modules.get("megatron.core.msc_utils")

@@ -79,7 +79,7 @@ def without_flash(*names: str) -> Iterator[bool]:
 def give_flags(layer: Any, core: Any) -> None:
     """Set the window and layout of a ``ParallelAttention`` from the flags.
 
-    They are set on its core attention. Cross-attention has no window.
+    Both are set on the core attention of the ``ParallelAttention``. Cross-attention has no window.
     """
     from megatron import get_args
 

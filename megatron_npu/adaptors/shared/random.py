@@ -95,7 +95,7 @@ def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keep(states: dict[str, Any], own: Tensor) -> None:
-    """Replace a checkpoint's generator states with those of this run."""
+    """Replace the generator states of a checkpoint with the generator states of this run."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states["cuda_rng_state"], states["rng_tracker_states"] = own, get_cuda_rng_tracker().get_states()

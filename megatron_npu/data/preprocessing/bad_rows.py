@@ -57,7 +57,7 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Write and log the list of skipped rows. If there are none, remove the list of an earlier run."""
+        """Write and log the list of skipped rows. If no row was skipped, remove an earlier list."""
         if not self._rows:
             self.path.unlink(missing_ok=True)
             return

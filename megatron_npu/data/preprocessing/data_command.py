@@ -262,7 +262,7 @@ def verify(prefixes: Sequence[str]) -> int:
             told = (
                 "unchanged since it was written"
                 if known
-                else f"it has no checksums ({dataset_sums.path_of(prefix)})"
+                else f"the dataset has no checksums ({dataset_sums.path_of(prefix)})"
             )
         except UsageError as error:
             known, told = False, str(error)

@@ -78,8 +78,8 @@ class Encoded:
 class Result:
     """The result of encoding one batch.
 
-    It contains an ``Encoded`` object per key, the number of documents, the number of bytes of text and of
-    bytes on disk, and the skipped rows.
+    The result contains an ``Encoded`` object per key, the number of documents, the number of bytes of text
+    and of bytes on disk, and the skipped rows.
     """
 
     keys: tuple[Encoded, ...]
@@ -113,7 +113,7 @@ def _text_encoder(
 ) -> Callable[[str], bytes]:
     """Return a function that encodes a text to token bytes.
 
-    It includes special tokens if ``special`` is set.
+    The function adds special tokens if ``special`` is set.
     """
     if isinstance(tokenizer, GPT2Tokenizer) and gigatoken_bpe.is_used():
         encode = gigatoken_bpe.encoder(tokenizer)

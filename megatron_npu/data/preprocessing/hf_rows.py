@@ -109,8 +109,8 @@ class Rows:
         missing = [key for key in self.keys if key not in row]
         if missing:
             raise UsageError(
-                f"{self.flag} {self.name}: there is no column {missing[0]!r} (the columns are "
-                f"{', '.join(map(repr, row))}), but text is required under "
+                f"{self.flag} {self.name} has no column {missing[0]!r} (the columns are "
+                f"{', '.join(map(repr, row))}), but the columns to read are "
                 f"{', '.join(map(repr, self.keys))}. Specify the columns with --json-keys; nothing was "
                 "written."
             )

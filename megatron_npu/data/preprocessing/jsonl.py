@@ -122,17 +122,18 @@ def _sequences(line: bytes, keys: Sequence[str]) -> list[list[str]]:
         raise _UnfitError(f"byte {error.start} is not valid UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise _UnfitError(
-            f"it is not valid JSON ({error})" if line.strip() else "the line is empty"
+            f"the line is not valid JSON ({error})" if line.strip() else "the line is empty"
         ) from error
     if not isinstance(document, dict):
-        raise _UnfitError(f"it is JSON of type {type(document).__name__}, not an object")
+        raise _UnfitError(f"the line is JSON of type {type(document).__name__}, not an object")
     return [_texts(document, key) for key in keys]
 
 
 def _texts(document: dict[str, object], key: str) -> list[str]:
     if key not in document:
         raise _UnfitError(
-            f"there is no key {key!r} (its keys are {', '.join(map(repr, list(document)[:8])) or 'none'})"
+            f"the object has no key {key!r} (the object's keys are "
+            f"{', '.join(map(repr, list(document)[:8])) or 'none'})"
         )
     value = document[key]
     texts: list[str] = []

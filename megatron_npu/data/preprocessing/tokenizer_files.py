@@ -74,7 +74,7 @@ class HuggingFaceFiles:
 class Numbers:
     """Settings of a NullTokenizer.
 
-    It needs no files, because the text consists of ids.
+    A NullTokenizer needs no files, because the text consists of ids.
 
     Attributes:
         size: the number of ids, without the end-of-document id.

@@ -37,7 +37,7 @@ _IDEOGRAPHS = (
 class _Cleaned(dict[int, str | None]):
     """Table for ``str.translate`` that drops control characters and normalizes spaces.
 
-    It also puts blanks around ideographs.
+    The table also puts blanks around ideographs.
     """
 
     def __missing__(self, code: int) -> str | None:

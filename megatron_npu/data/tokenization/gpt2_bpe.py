@@ -1,6 +1,6 @@
 """Implement GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the ids of GPT2BPETokenizer.
 
-Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. They are
+Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. Texts are
 split with the ``regex`` package, as in Megatron, because the Unicode tables of ``tokenizers`` are older, so
 that thousands of newer letters would be split differently.
 """

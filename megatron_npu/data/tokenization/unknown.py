@@ -7,7 +7,7 @@ SAMPLES = 64  # that are looked at where a run begins
 
 
 def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
-    """Return a warning about unknown tokens, or an empty string if there are few.
+    """Return a warning about unknown tokens, or an empty string if the text has few unknown tokens.
 
     Args:
         unknown: the number of unknown tokens.

@@ -5,7 +5,7 @@ remapped instead. Three rules keep this safe: only devices of type cuda are mapp
 values when it probes the hardware (``callers.py``); ``off`` undoes everything.
 
 Each module in ``_SUBJECTS`` has a function ``replacements(device)``, which yields the owner, name and new
-value of every attribute of torch to replace. It sees the replacements of the previous modules.
+value of every attribute of torch to replace. This function sees the replacements of the previous modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Redirection:
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection. It has no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection. The call has no effect on the cuda device, or if it is already enabled."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:

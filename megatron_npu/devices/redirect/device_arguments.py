@@ -1,6 +1,6 @@
-"""Redirect the device arguments of torch functions that have no module of their own here.
+"""Redirect the device arguments of torch functions that no other module of this folder redirects.
 
-These are loading, storages, generators, default tensor types, meshes and DDP.
+Such functions concern loading, storages, generators, default tensor types, meshes and DDP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 def _restore_location(target: Target) -> Callable[..., Any]:
     """Return a replacement for torch's function that restores storages, with CUDA locations mapped.
 
-    It applies to any ``map_location`` and to the tags in CUDA checkpoints.
+    The replacement applies to any ``map_location`` and to the tags in CUDA checkpoints.
     """
     original = serialization.default_restore_location
 

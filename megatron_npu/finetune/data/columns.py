@@ -47,8 +47,8 @@ def _first(role: str, names: Collection[str], there: Collection[str]) -> str:
         if name in there:
             return name
     raise UsageError(
-        f"there is no column for the {role} (the data has {', '.join(map(repr, there))}); it must be one of "
-        f"{', '.join(map(repr, names))}. Name the column with --columns {role}=NAME."
+        f"the data has no column for the {role} (its columns are {', '.join(map(repr, there))}); the column "
+        f"must be one of {', '.join(map(repr, names))}. Name the column with --columns {role}=NAME."
     )
 
 
@@ -57,7 +57,7 @@ def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, 
         for role, name in columns.items():
             if name not in names:
                 raise UsageError(
-                    f"there is no column {name!r} in the split {part!r}, which has "
-                    f"{', '.join(map(repr, names))}. The {role} must have the same column name in every "
+                    f"the split {part!r} has no column {name!r} (its columns are "
+                    f"{', '.join(map(repr, names))}). The {role} must have the same column name in every "
                     f"split. Name the column with --columns {role}=NAME."
                 )

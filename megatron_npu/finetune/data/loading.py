@@ -176,7 +176,7 @@ class _Batches(Dataset):
     def first_of(self, number: int) -> int:
         """Return the position of a batch's first sample in the epoch's order.
 
-        It may be past the end.
+        The position may be past the end.
         """
         return number * self._place.world_size * self._size + self._place.rank * self._size_of(number)
 

@@ -103,7 +103,7 @@ def build_train_valid_test_datasets_for_huggingface(
 
 
 class MaskedPairs(Dataset):
-    """Masked sentence pairs from megatron-core with Transformers' value names.
+    """Masked sentence pairs from megatron-core, with the field names that Transformers uses.
 
     Args:
         pairs: a ``BERTMaskedWordPieceDataset`` or a blend of them.
@@ -168,7 +168,7 @@ def build_causal_datasets_for_huggingface(
 
 
 class CausalWindows(Dataset):
-    """GPT windows from megatron-core with Transformers' value names.
+    """GPT windows from megatron-core, with the field names that Transformers uses.
 
     Args:
         windows: a ``GPTDataset`` or a blend of them, with s - 1 tokens and labels per sample.

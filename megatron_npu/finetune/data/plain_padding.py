@@ -1,4 +1,4 @@
-"""Pad batches of tokenized samples when there is no tokenizer."""
+"""Pad batches of tokenized samples without a tokenizer."""
 
 from __future__ import annotations
 

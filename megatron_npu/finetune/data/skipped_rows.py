@@ -167,8 +167,10 @@ def _no_object(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return f"it is not valid JSON ({error})"
-    return "" if isinstance(value, dict) else f"it is JSON of type {type(value).__name__}, not an object"
+        return f"the line is not valid JSON ({error})"
+    return (
+        "" if isinstance(value, dict) else f"the line is JSON of type {type(value).__name__}, not an object"
+    )
 
 
 def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
@@ -189,7 +191,7 @@ def _rows_of_a_table(rows: Any, width: int, separator: str) -> Iterator[Row]:
             continue
         text, why = _as_text(cells, separator), ""
         if len(cells) != width:
-            why = f"it has {len(cells)} cells, but the header has {width}"
+            why = f"the row has {len(cells)} cells, but the header has {width}"
         elif any("\udc80" <= letter <= "\udcff" for letter in text):
             why = "it contains a byte that is not valid UTF-8"
         if why:

@@ -74,7 +74,7 @@ def word_pieces(args: Namespace) -> WordPieces:
 
 
 def _of_transformers(args: Namespace) -> Any:
-    """Return the tokenizer of --tokenizer-model if it is given, or else that of the model to train."""
+    """Return the tokenizer of --tokenizer-model if it is given, or else the model's tokenizer."""
     from transformers import AutoTokenizer
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path

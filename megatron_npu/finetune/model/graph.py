@@ -77,7 +77,7 @@ def attention_outside(model: nn.Module) -> str:
 def count_graphs() -> int:
     """Return the number of graphs compiled in this process.
 
-    It must not grow with the number of steps.
+    The number must not grow with the number of steps.
     """
     counters: Any = torch._dynamo.utils.counters
     return int(counters["stats"]["unique_graphs"])

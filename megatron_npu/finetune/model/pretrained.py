@@ -237,7 +237,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
 def _reason_of(name: str, error: Exception) -> str:
     """Return the reason why a model could not be loaded, on one line."""
     if not Path(name).is_dir() and _was_not_asked(error):  # which Transformers says in a paragraph
-        return "it is neither a folder nor in the local hub cache, and the hub cannot be reached"
+        return "the model is neither a folder nor in the local hub cache, and the hub cannot be reached"
     return "; ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
 
 

@@ -78,7 +78,7 @@ class Timers:
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True) -> str:
-        """Print and return a line that contains the milliseconds of these timers on this rank.
+        """Print and return a line with the times of these timers on this rank, in milliseconds.
 
         Args:
             names: names of the timers. If None, all timers are included.

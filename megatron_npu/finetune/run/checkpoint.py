@@ -152,7 +152,7 @@ def _description(place: Path) -> dict[str, Any]:
         found = json.loads(files.text(path))
         checkpoint_description.require_known_format(path, found)
         if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
-            raise ValueError("it does not describe a run")
+            raise ValueError("the file does not describe a run")
         return found
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -252,7 +252,7 @@ def _set_random_states(states: dict[str, torch.Tensor]) -> None:
         of_numpy["state"]["key"] = np.asarray(of_numpy["state"]["key"], np.uint32)
         np.random.set_state(of_numpy)
     except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"its random-generator states are invalid ({error})") from error
+        raise ValueError(f"the random-generator states are invalid ({error})") from error
     device.set_host_rng_state(states["host"])
     device.set_rng_state(states["device"])
 

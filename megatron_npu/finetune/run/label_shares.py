@@ -149,7 +149,7 @@ class MicroBatches:
     def divisors(self) -> list[float]:
         """Return the divisor of each loss of the last micro-batch.
 
-        It is inf for a loss without labels.
+        The divisor is inf for a loss without labels.
 
         The sum of the divided losses over micro-batches, averaged over the ranks, is the mean over all labels
         of the global batch. All ranks call this method after each forward pass. If all micro-batches have the

@@ -42,7 +42,7 @@ def of_this_process() -> Ranks:
 
 
 def require_as_many(asked: int | None) -> None:
-    """Check that the number of ranks started here equals ``--nproc-per-node``, if given.
+    """Check that the number of ranks on this machine equals ``--nproc-per-node``, if the flag is given.
 
     Raises:
         UsageError: the numbers differ.

@@ -85,7 +85,7 @@ def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Pr
 
 
 def _effects(prepared: Prepared) -> Iterator[tuple[Flag, str]]:
-    """Yield each flag with its effect on this optimizer and this schedule."""
+    """Yield each flag together with the effect of the flag on this optimizer and this schedule."""
     yield RATE, _effect_of_rate(prepared)
     for row in SCHEDULE:
         yield row, row.effect if prepared.flags_schedule else _READ_BY_SCRIPT

@@ -31,7 +31,7 @@ class RunPlan:
     def of(cls, args: Namespace, batches: int, samples: int | None = None) -> RunPlan:
         """Return the plan of a training run.
 
-        It ends at --epochs or --train-iters, whichever comes first.
+        The run ends at --epochs or --train-iters, whichever comes first.
 
         Args:
             args: the flags with ranks.

@@ -77,7 +77,7 @@ class SequenceClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a text, and a second text if there is a column for it."""
+        """Check that every row has a text, and a second text if the data has a column for second texts."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:

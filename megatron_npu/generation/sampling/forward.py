@@ -49,8 +49,8 @@ class Forward(ABC):
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Return the next-token logits ``[b, padded vocabulary]``, fp32 on the host.
 
-        All ranks of the model must call this method. It returns None on ranks that do not have the output
-        layer.
+        All ranks of the model must call this method. The call returns None on ranks that do not have the
+        output layer.
 
         Args:
             tokens: [b, s], int64 on the host: the texts so far, from their first token. Each call after the
@@ -123,7 +123,7 @@ class _Whole(Forward):
 def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
     """Return the logits of every token of a batch, ``[b, s, padded vocabulary]``, on the device.
 
-    All ranks of the model must call this function. It returns None on ranks that do not have the output
+    All ranks of the model must call this function. The call returns None on ranks that do not have the output
     layer. Models whose sequence is partitioned over ranks are not supported.
 
     Args:

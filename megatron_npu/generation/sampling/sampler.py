@@ -224,7 +224,7 @@ class _Batch:
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
         """Select the tokens at position ``length`` and record them.
 
-        They are the same on all ranks.
+        The tokens are the same on all ranks.
         """
         due = [row for row, s in enumerate(self.samples) if self.open[row] and len(s.prompt) <= length]
         if not due:  # the short ones have ended, and the long ones are still read

@@ -1,6 +1,6 @@
 """Compute activation functions with torch's kernels, saving only the inputs for the backward pass.
 
-They are used on cpu, and on cuda without Triton.
+These functions are used on cpu, and on cuda without Triton.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask:
 def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
     """Return True if torch's flash kernel supports the call.
 
-    It supports calls that are plain or causal, with one query, or with a mask.
+    The kernel supports calls that are plain or causal, with one query, or with a mask.
 
     For calls with dropout, with different head sizes, or with a mask that expresses a window, torch would
     build all the scores or an ``[sq, sk]`` mask.
@@ -66,7 +66,7 @@ def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> boo
 def tiles_are_faster(query: Tensor, spec: AttentionSpec) -> bool:
     """Return True if our tiled attention is faster than torch's kernel.
 
-    It never is for a small number of queries.
+    Tiled attention is never faster for a small number of queries.
 
     For bf16, tiles are faster on processors that multiply it without AMX, where torch 2.13's kernel takes 1.9
     to 2.9 times as long, forward and backward (an EPYC with AVX512-BF16, 256 to 2,048 tokens); otherwise

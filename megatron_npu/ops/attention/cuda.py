@@ -284,7 +284,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
 def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: torch.device) -> Any:
     """Return the FlexAttention block mask of the segments and windows.
 
-    It is the same for all batches and heads.
+    The block mask is the same for all batches and heads.
     """
     create = _compiled("create_block_mask")
     return create(visibility(segments, device), None, None, queries, keys, device=device)

@@ -243,7 +243,7 @@ class _ContiguousQKV(torch.autograd.Function):
 def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
     """Return the kernel's atten_mask, True where masked.
 
-    It is None, the shared triangle, or the full mask.
+    The result is None, the shared triangle, or the full mask.
 
     Args:
         call: the call that the mask is for.
@@ -278,6 +278,6 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 def _compressed_mask(device: torch.device) -> Tensor:
     """Return a device's shared mask for sparse modes 2, 3 and 4.
 
-    It has 4 MiB for any sequence length.
+    The mask takes 4 MiB for any sequence length.
     """
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu_(1)

@@ -56,8 +56,9 @@ class FusedAdam(FusedOptimizer):
         copies: maps fp32 parameters to the 16-bit tensors that a step rounds them to, if a kernel does both
             at once; ``written`` contains those already written.
         swap_moments: whether to keep fp32 moments in host memory, where the NPU's kernel updates them, which
-            saves 8 bytes per parameter on the device, with identical results. It is a class attribute, used
-            by optimizers built afterwards, because Megatron, which builds them, has no argument for it.
+            saves 8 bytes per parameter on the device, with identical results. This setting is a class
+            attribute, used by optimizers built afterwards, because Megatron, which builds them, has no
+            argument for it.
 
     Raises:
         ValueError: an option is not supported by this optimizer.

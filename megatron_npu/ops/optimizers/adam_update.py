@@ -154,7 +154,7 @@ def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
 def has_kernel(parameter: Tensor) -> bool:
     """Return True if our Triton kernel performs the steps on a GPU.
 
-    It is not used while results are verified.
+    The kernel is not used while results are verified.
     """
     if parameter.device.type != "cuda" or verify.watches("adam", "adam"):
         return False

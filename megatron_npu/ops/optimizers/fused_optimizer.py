@@ -37,9 +37,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the optimizer from a copy, a pickle or a loaded state, and keep the groups' settings.
 
-        torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here. It would
-        then be added to the groups, and a checkpoint saved after a resume would differ from the one that was
-        loaded.
+        torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here. The setting
+        would then be added to the groups, and a checkpoint saved after a resume would differ from the one
+        that was loaded.
         """
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)

@@ -142,9 +142,9 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 class CopiesTogether(TorchFunctionMode):
     """Context manager that defers ``copy_`` and ``float`` of tensors, and runs all of them together on exit.
 
-    It is intended for loops over parameters in code that we do not control, which then take one launch in
-    total instead of one per parameter. Code inside the context must not read the results of the deferred
-    copies.
+    The context manager is intended for loops over parameters in code that we do not control, which then take
+    one launch in total instead of one per parameter. Code inside the context must not read the results of the
+    deferred copies.
     """
 
     def __init__(self) -> None:

@@ -169,7 +169,7 @@ def _scales(wide: list[Tensor]) -> list[Tensor]:
 
 
 def _flags(second: Tensor) -> Tensor:
-    """Return where second moments have a minus sign, including -0.
+    """Return the positions at which second moments have a minus sign, including -0.
 
     NaN does not count, because its sign has no meaning.
     """

@@ -147,7 +147,7 @@ def _sgd_torch(
 ) -> None:
     """Take one SGD step with torch's fused kernel.
 
-    It makes one pass over memory, or two if decay is applied after the momentum.
+    The kernel makes one pass over memory, or two if decay is applied after the momentum.
     """
     weight_decay = step.weight_decay
     if step.decay_after and weight_decay:

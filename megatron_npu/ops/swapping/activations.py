@@ -93,7 +93,7 @@ def recognise_gated(module: Any) -> Found:
         with torch.no_grad():
             actual = module.eval()(x)
     except Exception as error:  # it takes something else, too
-        return Left("gated MLP", f"it cannot be called with [n, h] alone ({type(error).__name__})")
+        return Left("gated MLP", f"the module cannot be called with [n, h] alone ({type(error).__name__})")
     finally:
         module.train(was_training)
     for first, second in ((gate, up), (up, gate)):

@@ -205,9 +205,9 @@ def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str
     if others.get("output_attentions"):
         return "the attention weights are requested"
     if mask is not None and (mask.dtype is not torch.bool or mask.dim() != 4):
-        return f"its mask is {mask.dtype} with {mask.dim()} dimensions"
+        return f"the mask is {mask.dtype} with {mask.dim()} dimensions"
     if query.device.type != devices.current().name:
-        return f"it is on {query.device.type}, but the operations run on {devices.current().name}"
+        return f"the query is on {query.device.type}, but the operations run on {devices.current().name}"
     return None
 
 
@@ -264,6 +264,6 @@ def _written_out(
 def masked(seen: Tensor) -> Tensor:
     """Return the inverse of the mask ``seen``, in torch's convention.
 
-    It is computed once for all layers.
+    The inverse is computed once for all layers.
     """
     return cache_on_tensor(seen, "masked", lambda: ~seen)

@@ -35,7 +35,7 @@ def recognise(module: Any) -> Found:
     if names & {"CrossEntropyLoss", "cross_entropy"}:
         classes = getattr(module, "num_labels", None)  # of a head of Transformers
         if isinstance(classes, int) and classes < _SMALLEST and "split" not in names:  # into starts and ends
-            return Left("loss", f"it has {classes} classes, and below {_SMALLEST} torch's own is as fast")
+            return Left("loss", f"{classes} classes: below {_SMALLEST}, torch's own loss is as fast")
         return Replacement("loss", _BY, _with_our_loss)
     return None
 
@@ -154,5 +154,5 @@ def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
 
 def _beyond(weight: Tensor | None, reduction: str, label_smoothing: float) -> str | None:
     if weight is not None:
-        return "it has class weights"
-    return "it uses label smoothing" if label_smoothing else None
+        return "the loss has class weights"
+    return "the loss uses label smoothing" if label_smoothing else None

@@ -44,7 +44,8 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
         return Left("norm", "it has no weight, or no bias")
     if weight.dim() != 1:
         return Left(
-            "norm", f"it normalizes over {weight.dim()} dimensions, but the operation only over the last one"
+            "norm",
+            f"the norm covers {weight.dim()} dimensions, but the operation only the last dimension",
         )
     return replacement
 

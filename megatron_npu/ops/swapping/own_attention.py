@@ -38,7 +38,7 @@ def recognise(module: nn.Module) -> Found:
 
 def _beyond(module: Any) -> str | None:
     if module.bias_k is not None or module.add_zero_attn:
-        return "it adds extra keys (add_bias_kv, add_zero_attn)"
+        return "the layer adds keys (add_bias_kv, add_zero_attn)"
     return None if module._qkv_same_embed_dim else "keys and values have a different width from queries"
 
 

@@ -1,8 +1,8 @@
 """Provide Triton kernels for NVIDIA GPUs that make one pass over memory where torch makes several.
 
 ``kernels`` defines the kernels, and the other modules launch them. Results differ from torch's only by
-rounding, which happens less often here. They require triton (installed with torch's CUDA wheels) and compute
-capability 8.0 or later. triton is imported only when a kernel is launched.
+rounding, which happens less often here. The kernels require triton (installed with torch's CUDA wheels) and
+compute capability 8.0 or later. triton is imported only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _trouble() -> str | None:
         driver.active.get_current_target()
     except Exception as error:  # whatever its build, the compiler or the driver raises
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"triton does not work here: {told}"
+        return f"triton does not work on this machine: {told}"
     return None
 
 

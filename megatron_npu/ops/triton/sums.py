@@ -24,7 +24,7 @@ def sum_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_partial(like: Tensor, chunks: int, width: int) -> Tensor:
-    """Return memory for ``chunks`` partial sums on the device of ``like``."""
+    """Return a buffer for ``chunks`` partial sums on the device of ``like``."""
     return torch.empty((chunks, width), dtype=torch.float32, device=like.device)
 
 

@@ -41,7 +41,7 @@ def load() -> None:
 def built() -> Path:
     """Return the path of the library.
 
-    It is compiled first if the source or torch has changed.
+    The library is compiled first if the source or torch has changed.
 
     Raises:
         UsageError: the compiler fails, or another user can write to the cache.

@@ -242,7 +242,7 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
 def _namespace() -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for the functions of torch.cuda.
 
-    They are those of a CPU except for functions that describe GPUs.
+    The replacements are the CPU's functions, except for functions that describe GPUs.
     """
     cpu = CpuDevice()
     names = cpu_cuda_api.namespace(cpu, lambda: 0, lambda: torch.default_generator)

@@ -32,7 +32,7 @@ _SMALL = 64 << 10  # bytes of a tensor that is read: a number of steps, say
 class ReadyError(BaseException):
     """Raised when a rank is ready to train and no error was found.
 
-    It is not an ``Exception``, because programs might catch that.
+    This class is not an ``Exception``, because programs might catch that.
     """
 
 

@@ -1,7 +1,7 @@
 """Fork processes for the ranks of a plan: ``python -m megatron_npu.planning.rank.host DEVICE FD WORDS...``.
 
 Every rank of a plan imports torch, Megatron and the program's own modules, which takes longer than a dry run
-of most models. This process imports them once. It then receives requests on the socket FD (see
+of most models. This process imports them once. The host then receives requests on the socket FD (see
 ``planning.hosts``), forks for each one, and sends back the exit status of the fork.
 """
 

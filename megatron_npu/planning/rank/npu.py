@@ -1,7 +1,8 @@
 """Run one rank on the simulated NPU in dry mode: ``python -m megatron_npu.planning.rank.npu SPECIFICATION``.
 
-It runs in the environment of ``sim.launcher.prepare`` and writes its result to the file that the
-specification names. It runs the program in the same way as ``megatron-npu pretrain`` or ``megatron-npu run``.
+The process runs in the environment of ``sim.launcher.prepare`` and writes its result to the file that the
+specification names. The process runs the program in the same way as ``megatron-npu pretrain`` or
+``megatron-npu run``.
 """
 
 from __future__ import annotations

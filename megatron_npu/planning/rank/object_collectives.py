@@ -18,7 +18,7 @@ from megatron_npu.planning import alone
 class ObjectCollectives:
     """Replacements for torch's object collectives.
 
-    They know which groups of the job have only HCCL.
+    The replacements know which groups of the job have only HCCL.
     """
 
     def __init__(self) -> None:

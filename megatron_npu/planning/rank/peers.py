@@ -67,7 +67,7 @@ class Nobody(dist.Store):
         """Return immediately, because every key exists."""
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key with its value."""
+        """Delete a key and its value."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -142,7 +142,7 @@ def no_first_contact() -> Iterator[None]:
 
 
 def of_npu(asked: Any) -> str:
-    """Return the backend for a group on the simulated NPU: HCCL, or a fake one for the host."""
+    """Return the backend of a group on the simulated NPU: HCCL, or torch's fake backend for host tensors."""
     return fake_pg.dist.Backend.FAKE if str(asked).lower() in ("gloo", "mpi") else "hccl"
 
 

@@ -1,4 +1,4 @@
-"""Support Megatron-FSDP, which compares each rank's shards with those of absent ranks."""
+"""Support Megatron-FSDP, which compares each rank's shards with the shards of absent ranks."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CheckpointInfo:
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
 
     Return None if there is no such checkpoint.
 
@@ -70,7 +70,7 @@ def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
 
 
 def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``, or the one of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
 
     Raise an error if there is no such checkpoint.
 
@@ -113,11 +113,11 @@ def require_known_format(description: Path, values: object) -> None:
         ValueError, TypeError: the content is not a description.
     """
     if not isinstance(values, Mapping):
-        raise TypeError("it does not describe a run")
+        raise TypeError("the file does not describe a run")
     saved = values.get(FORMAT, VERSION)
     first, second = (digits.number(part) for part in str(saved).partition(".")[::2])
     if first is None or second is None:
-        raise ValueError(f"its {FORMAT} is {saved!r}, which is not a version")
+        raise ValueError(f"{FORMAT} is {saved!r}, which is not a version")
     if first > int(VERSION.partition(".")[0]):
         raise UsageError(
             f"{description} has format {saved}, but this version of megatron_npu reads only format "
@@ -137,7 +137,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
     known = {each.name for each in fields(CheckpointInfo)} - {"path"}
     found = _DEFAULTS | {name: value for name, value in values.items() if name in known}
     if missing := sorted(known - found.keys()):
-        raise ValueError(f"it has no {', '.join(missing)}")
+        raise ValueError(f"the file has no {', '.join(missing)}")
     return found
 
 
@@ -150,12 +150,12 @@ def _require_sound(found: CheckpointInfo) -> None:
     for name in ("iteration", "consumed_train_samples", "consumed_valid_samples"):
         value = getattr(found, name)
         if type(value) is not int or value < 0:
-            raise ValueError(f"its {name} must be a non-negative integer, but is {value!r}")
+            raise ValueError(f"{name} must be a non-negative integer, but is {value!r}")
     if not isinstance(found.arguments, dict) or "num_layers" not in found.arguments:
-        raise ValueError("its arguments do not describe a model")
+        raise ValueError("the arguments in the file do not describe a model")
     for name, value in found.arguments.items():
         if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"its {name} contains a null byte")
+            raise ValueError(f"{name} contains a null byte")
 
 
 def describe(path: Path, found: CheckpointInfo) -> None:

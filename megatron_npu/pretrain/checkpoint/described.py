@@ -116,7 +116,7 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
 def _fewest_weights(values: Mapping[str, Any]) -> int:
     """Return a lower bound for the number of weights.
 
-    It counts norms, embedding tables and one matrix of an MLP.
+    The bound counts norms, embedding tables and one matrix of an MLP.
     """
     rows = max(values.get("tokenizer_vocab_size") or 0, values["make_vocab_size_divisible_by"])
     if values["position_embedding_type"] == "learned_absolute":

@@ -136,7 +136,7 @@ def _read_among_shards(path: Path) -> dict[str, Any]:
 
 def _values(found: object, file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise safe_load.refusal(file, f"it contains a {type(found).__name__}")
+        raise safe_load.refusal(file, f"the file contains a {type(found).__name__}")
     return found
 
 
@@ -153,7 +153,7 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int
     rows = found.arguments["padded_vocab_size"]
     if rows is not None and rows < tokens:
         raise UsageError(
-            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but must have at "
-            f"least the {tokens} of the tokenizer",
+            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but the tokenizer "
+            f"has {tokens} tokens, which is more",
             remedy="Pass the tokenizer files that training used.",
         )

@@ -240,7 +240,7 @@ def batches(
 ) -> Batches:
     """Return an endless iterator of micro-batches for each model chunk.
 
-    It is None for chunks that need no data.
+    The iterator is None for chunks that need no data.
 
     Args:
         consumed: the number of samples that all ranks have used.

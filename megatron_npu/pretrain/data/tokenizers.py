@@ -36,13 +36,13 @@ def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
         raise UsageError(
             f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of the tokenizer, but got "
             f"{flags.vocab_size}",
-            remedy="Remove it.",
+            remedy="Remove --vocab-size.",
         )
     return flags.vocab_size
 
 
 def build(flags: TokenizerFlags) -> Tokenizer:
-    """Return the tokenizer for ``--tokenizer-type`` and its files.
+    """Return the tokenizer that ``--tokenizer-type`` and the tokenizer files specify.
 
     Raises:
         UsageError: a file or size is missing or invalid.
@@ -58,7 +58,7 @@ def build(flags: TokenizerFlags) -> Tokenizer:
         raise UsageError(
             "--null-tokenizer-eod-id requires --tokenizer-type NullTokenizer, but got "
             f"{flags.tokenizer_type}",
-            remedy="Remove it.",
+            remedy="Remove --null-tokenizer-eod-id.",
         )
     if flags.tokenizer_type == "HuggingFaceTokenizer":
         if flags.tokenizer_model is None:
@@ -95,7 +95,7 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 def hashes(flags: TokenizerFlags) -> dict[str, str]:
     """Return the SHA-256 of each tokenizer file by name.
 
-    It is used to detect a changed vocabulary.
+    The sums are used to detect a changed vocabulary.
     """
     if flags.tokenizer_type == "NullTokenizer":
         return {}

@@ -305,8 +305,8 @@ def _training(add: Add) -> None:
     add(
         "--epochs",
         type=positive,
-        help="total number of passes over the training data, each in its own order; an incomplete last "
-        "global batch is dropped",
+        help="total number of passes over the training data; each pass has its own sample order, and an "
+        "incomplete last global batch is dropped",
     )
     job_flags.add_ends(add)
     add_shared(add, "--seed", type=integer)

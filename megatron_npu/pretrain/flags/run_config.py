@@ -2,8 +2,8 @@
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
-The file is flat YAML: ``flag: value`` lines, lists in brackets, comments. It needs no package, and nothing in
-it is executed. The command line takes precedence over the file, and the file over the preset.
+The file is flat YAML: ``flag: value`` lines, lists in brackets, comments. The parser needs no package, and
+nothing in it is executed. The command line takes precedence over the file, and the file over the preset.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(content.splitlines(), 1):
         if "\0" in line:
             raise UsageError(
-                f"{path}, line {number} contains a null byte, which no value may have", remedy="Remove it."
+                f"{path}, line {number} contains a null byte, which no value may have",
+                remedy="Remove the null byte.",
             )
         text = _without_comment(line)
         if text.strip() not in ("", "---"):

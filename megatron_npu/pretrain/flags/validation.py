@@ -102,4 +102,4 @@ def ranges(args: Namespace) -> None:
             field = "layernorm_epsilon" if flag == "norm-epsilon" else flag.replace("-", "_")
             value = getattr(args, field)
             if value is not None and not fits(value):
-                raise UsageError(f"--{flag} must be {expected}, but got {value}", remedy="Change it.")
+                raise UsageError(f"--{flag} must be {expected}, but got {value}", remedy="Change this value.")

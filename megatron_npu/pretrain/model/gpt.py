@@ -141,7 +141,7 @@ def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: 
 
 
 def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
-    """Number the routers of multi-token prediction layers after those of all other layers.
+    """Number the routers of multi-token prediction layers after the routers of all other layers.
 
     Up to megatron-core 0.16, their numbers start at 1, so that their losses would be added to those of the
     first layers.

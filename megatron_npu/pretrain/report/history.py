@@ -59,7 +59,7 @@ class History:
                 file may be untrusted.
         """
         if type(row["iteration"]) is not int or not 0 <= row["iteration"] < _MANY:
-            raise ValueError(f"the iteration is {row['iteration']!r}")
+            raise ValueError(f"the iteration is {row['iteration']!r}, which is not an iteration number")
         taking = {
             "start": self._restart,
             "ranks": self._place,
@@ -159,7 +159,7 @@ class Reader:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read new lines, and return True if there were any.
+        """Read new lines, and return True if the file had any.
 
         An incomplete line is left for the next call, and an invalid line is skipped. A file that has been
         replaced is read again from its beginning.

@@ -121,7 +121,7 @@ class Log(Sinks):
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report the machine and pipeline stage of each rank if there are several ranks."""
+        """Report the machine and pipeline stage of each rank if the run has several ranks."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})

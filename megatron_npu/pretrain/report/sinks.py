@@ -90,7 +90,7 @@ class Sinks:
     def past(self) -> history.History:
         """Return the history of the run and of the runs from which it resumed.
 
-        It is empty without a JSON-lines file.
+        The history is empty without a JSON-lines file.
         """
         if self._reader is None:
             return history.History()

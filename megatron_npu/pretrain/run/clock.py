@@ -12,9 +12,9 @@ from megatron_npu import devices
 class Clock:
     """Clock that measures only training.
 
-    It is stopped during evaluation, sampling and saving.
+    The clock is stopped during evaluation, sampling and saving.
 
-    It is initially stopped.
+    The clock is initially stopped.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class Spikes:
 class FirstNonFinite:
     """Find the first module of a step whose output is not finite.
 
-    It is enabled only in verify mode, because each check synchronizes the device.
+    The search is enabled only in verify mode, because each check synchronizes the device.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Outcome:
     ended_by: str = "iterations"
 
     def samples_per_second(self) -> float | None:
-        """Return the samples per second, or None if there were no steps.
+        """Return the samples per second, or None if no step has run.
 
         The warm-up is excluded if there are later steps.
         """

@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize module that this one hides, if there is one."""
+    """Run the sitecustomize module that this module hides, if one exists."""
     others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:

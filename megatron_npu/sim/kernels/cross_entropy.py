@@ -78,9 +78,9 @@ def npu_fused_linear_online_max_sum(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the per-row statistics of this part of the vocabulary that the loss requires.
 
-    These are each row's largest logit; its sum of exponentials and its target's logit, both relative to the
-    largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte is
-    filled with ones); the target's index in the part, or 0; and the logits ``[n, v]`` if requested.
+    The statistics are each row's largest logit; its sum of exponentials and its target's logit, both relative
+    to the largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte
+    is filled with ones); the target's index in the part, or 0; and the logits ``[n, v]`` if requested.
     """
     logits = input.float() @ weight.float().t()
     largest = logits.amax(1)

@@ -71,7 +71,7 @@ def npu_add_layer_norm_backward(
     gamma: Tensor,
     dsum_opt: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the sum twice, in its dtype, and those of gamma and beta in fp32.
+    """Return the gradient of the sum twice, in the sum's dtype, and the gradients of gamma and beta in fp32.
 
     ``dsum_opt`` is the gradient of the sum that the forward pass returned.
     """

@@ -58,10 +58,10 @@ def _library(namespace: str) -> torch.library.Library:
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
     """Declare a function as the kernel of operations ``npu::name`` for host tensors.
 
-    It has the parameters of the operation's schema, with the same names, order and defaults, because torch
-    omits arguments that equal the default. The tensors alias the device's memory; the function returns new
-    host tensors, or the arguments that it has written to. torch_npu keeps its schema, Python entry point and
-    autograd formula.
+    The function has the parameters of the operation's schema, with the same names, order and defaults,
+    because torch omits arguments that equal the default. The tensors alias the device's memory; the function
+    returns new host tensors, or the arguments that it has written to. torch_npu keeps its schema, Python
+    entry point and autograd formula.
     """
 
     def declare(function: _Function) -> _Function:

@@ -24,7 +24,7 @@ def npu_alloc_float_status(input: Tensor) -> Tensor:
 def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
     """Return the overflow flag as int32 ``[8]``.
 
-    It has the format of Atlas A2 and is never set.
+    The flag has the format of Atlas A2 and is never set.
     """
     return torch.zeros(WORDS, dtype=torch.int32)
 

@@ -146,7 +146,7 @@ def _is_room(array: NDArray[Any], size: int) -> bool:
 def samples_of_documents(
     sizes: NDArray[Any], order: NDArray[Any], samples: int, length: int, extra: int
 ) -> Int64 | None:
-    """Return where each sample begins, ``[samples + 1, 2]``.
+    """Return the position at which each sample begins, ``[samples + 1, 2]``.
 
     Return None if the Python implementation is required.
 

@@ -44,7 +44,7 @@ def build_sample_idx_int64(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: int = 1,
 ) -> Int64:
-    """Return where each sample of a GPT dataset begins in the concatenated documents of all epochs.
+    """Return the start of each sample of a GPT dataset in the concatenated documents of all epochs.
 
     The name and the last two arguments are megatron-core's; 285068c8 always uses their defaults.
 
@@ -112,7 +112,7 @@ def build_blending_indices(
 def _blend(
     dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
 ) -> list[int]:
-    """Blend datasets in Python, with numpy if there are many.
+    """Blend datasets in Python, or with numpy if there are many datasets.
 
     Return the number of samples of each dataset.
     """

@@ -13,7 +13,7 @@ from megatron_npu.standins.transformer_engine.layers import Initializer, Linear
 class GroupedLinear(Linear):
     """A group of linear layers with parameters ``weight0`` ``[o, i]``, ``bias0`` ``[o]``, ``weight1``, …
 
-    It does not communicate.
+    The group does not communicate.
 
     Args:
         num_gemms: the number of layers.
@@ -32,12 +32,12 @@ class GroupedLinear(Linear):
     def forward(  # type: ignore[override]  # as TransformerEngine's: a layer of several is told their rows
         self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Map ``[t, i]``, in which the rows of each layer are adjacent, to ``[t, o]``.
+        """Multiply each group of adjacent rows of ``[t, in]`` by its own weight, and return ``[t, out]``.
 
         The biases may be returned too.
 
         Args:
-            m_splits: the number of rows of each layer.
+            m_splits: the number of rows in each group.
         """
         rows, biases = inp.reshape(-1, self.in_features), self._each("bias")
         output = grouped_linear(

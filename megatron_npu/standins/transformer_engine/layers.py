@@ -328,7 +328,7 @@ class LayerNormLinear(Linear):
 class LayerNormMLP(TransformerEngineBaseModule):
     """Norm and two linear layers in one class.
 
-    It has no instances, but peft 0.20 compares layers with this class.
+    The class has no instances, but peft 0.20 compares layers with this class.
 
     Raises:
         UsageError: it is instantiated.

@@ -264,7 +264,7 @@ def main() -> None:
             compare(communication, *case)
             gathered = [reason for _, reason in dispatch.fallbacks]
             reported = communication in RINGS and name in NO_RING
-            assert gathered == ["the data loader's mask"] * reported
+            assert gathered == ["the data loader passes a mask"] * reported
             say(f"equal: {communication} {name}")
         if "softmax_type" in TransformerConfig.__dataclass_fields__:  # since 0.15
             compare_sink(communication)

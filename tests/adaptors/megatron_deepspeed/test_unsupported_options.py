@@ -84,7 +84,7 @@ def test_a_stage_of_two_is_all_that_is_wrong_and_only_with_deepspeed(tmp_path):
 def test_the_engine_takes_a_pipeline(options, remedy):
     given = argparse.Namespace(**options)
     refuse_other_models(given, pipeline=True)
-    with pytest.raises(UsageError, match=f"models such as BERT and T5 are not built as one.*{remedy}"):
+    with pytest.raises(UsageError, match=f"models such as BERT and T5 as a pipeline.*{remedy}"):
         refuse_other_models(given, pipeline=False)
 
 

@@ -133,9 +133,9 @@ class TestWhatItTakes:
             (hands_on, "def f(a, b=1, c=2, *, d=3)", "a is now at the position of self"),
             (hands_on, "@staticmethod def f(self, a, b=1, c=2, *, d=3)", "def f became @staticmethod def f"),
             (hands_on, "async def f(self, a, b=1, c=2, *, d=3)", "def f became async def f"),
-            (hands_on, "class f(Base)", "it is not a single function"),
-            (hands_on, "f = ...", "it is not a single function"),
-            (hands_on, f"{OLD} | {OLD}", "it is not a single function"),
+            (hands_on, "class f(Base)", "the original is not a single function"),
+            (hands_on, "f = ...", "the original is not a single function"),
+            (hands_on, f"{OLD} | {OLD}", "the original is not a single function"),
             (takes_all_by_name, "def f(self, a, b=1, *, d=3)", "c was removed"),
             (takes_all_by_name, "def f(self, a, b=1, c=3, *, d=3)", "the default of c changed from 2 to 3"),
             (

@@ -167,7 +167,7 @@ def test_a_bad_line_leaves_everything_as_it_was(
 ) -> None:
     before = contents(preprocess(corpus_file([{"text": "old"}])))
     file = corpus_file([{"text": "new"}] * 2000 + [{"other": 1}, {"text": 0}], "bad.jsonl")
-    with pytest.raises(UsageError, match=r"bad\.jsonl:2001: there is no key 'text'"):
+    with pytest.raises(UsageError, match=r"bad\.jsonl:2001: the object has no key 'text'"):
         preprocess(file, flags=["--workers", workers])
     assert contents(tmp_path / "out_text_document") == before
     assert not list(tmp_path.glob("*.partial"))

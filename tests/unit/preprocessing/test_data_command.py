@@ -111,7 +111,7 @@ def test_more_bad_rows_than_are_allowed_end_it(tmp_path: Path) -> None:
         UsageError, match=r"some.jsonl:4: 'text' holds NoneType; this is malformed row number 3"
     ):
         written(tmp_path, "some", BAD, "--skip-bad-rows", "2")
-    with pytest.raises(UsageError, match=r"some.jsonl:2: it is not valid JSON .*--skip-bad-rows N"):
+    with pytest.raises(UsageError, match=r"some.jsonl:2: the line is not valid JSON .*--skip-bad-rows N"):
         written(tmp_path, "some", BAD)
     assert not list(tmp_path.glob("some_*"))
 
@@ -128,5 +128,5 @@ def test_a_table_is_an_input(tmp_path: Path, capsys) -> None:
     rows = Rows.opened(str(tmp_path / "rows.csv"), None, "train", ["text"], "--input")
     (batch,) = rows.batches()
     assert [json.loads(line)["text"] for line in batch.text.splitlines()] == ["NA", "null", None]
-    with pytest.raises(UsageError, match=r"--input .*rows.csv: there is no column 'words'"):
+    with pytest.raises(UsageError, match=r"--input .*rows.csv has no column 'words'"):
         list(Rows.opened(str(tmp_path / "rows.csv"), None, "train", ["words"], "--input").batches())

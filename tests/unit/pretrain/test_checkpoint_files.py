@@ -54,8 +54,8 @@ def test_a_tracker_that_is_behind_is_said_once(tmp_path, found, capsys):
         assert checkpoint_files.newest(tmp_path) == found.path
     told = capsys.readouterr().err
     assert (
-        "names iteration 10, but there are newer checkpoints: 20, 30. Write 30 to it, unless it was set "
-        "back on purpose" in told
+        "names iteration 10, but there are newer checkpoints: 20, 30. Write 30 to the tracker, unless "
+        "you set it back on purpose" in told
     )
     assert told.count("warning") == 1
     checkpoint_files.newest(tmp_path, 20)
@@ -124,7 +124,7 @@ def test_a_description_of_another_version_is_read(tmp_path, found):
 def test_what_has_no_default_is_named_where_it_is_missing(tmp_path, found, name):
     changed(found, {}, name)
     with pytest.raises(
-        UsageError, match=rf"arguments\.json is not a description file .*: it has no {name}\. "
+        UsageError, match=rf"arguments\.json is not a description file .*: the file has no {name}\. "
     ):
         checkpoint_description.find(tmp_path)
 

@@ -179,7 +179,7 @@ def test_what_would_run_is_refused(zipped, trusted_by_torch, tmp_path, monkeypat
     mark = tmp_path / "ran"
     save(tmp_path, "mp_rank_00", zipped=zipped, model={}, args=Namespace(evil=Runs(mark)))
     with pytest.raises(
-        UsageError, match=r"model_optim_rng\.pt cannot be loaded safely: it names posix\.mkdir"
+        UsageError, match=r"model_optim_rng\.pt cannot be loaded safely: the \w+ names posix\.mkdir"
     ):
         stock_checkpoints.find(tmp_path)
     assert not mark.exists()
@@ -202,7 +202,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
     assert "no mp_rank_*/model_optim_rng.pt" in refused(tmp_path / "b")
     weights = {n: w for n, w in whole_model().items() if ".layers.3." not in n}
     save(tmp_path / "c", "mp_rank_00", model=nested(weights), args=Namespace(**ARGS), checkpoint_version=3.0)
-    assert "it has 3 layers, but its arguments say 4" in refused(tmp_path / "c")
+    assert "have 3 layers, but the arguments in them say 4" in refused(tmp_path / "c")
     file = save(tmp_path / "d", "mp_rank_00", model=[])
     assert "its model is not a mapping of names to weights" in refused(tmp_path / "d")
     for number, named in enumerate(({"num_layers": -4}, {"num_layers": [4]}, {"consumed_train_samples": -1})):

@@ -25,7 +25,7 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
     until=UNTIL,
 )
 def with_parts_of_the_projection(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Declare the three parts ``[n d, h]`` of the fused QKV projection's weight, and those of its bias."""
+    """Declare the three parts ``[n d, h]`` of the fused QKV weight, and the three parts of the QKV bias."""
     info = original(self)
     given = self.args
     if given.num_key_value_heads != given.num_attention_heads:

@@ -55,7 +55,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
     """Return the sequence lengths in host memory.
 
-    They are read once per batch, and all layers share them.
+    The lengths are read once per batch, and all layers share them.
 
     Padding between sequences, and after the last one, counts as a sequence of its own: it sees only itself,
     and its output is never used.

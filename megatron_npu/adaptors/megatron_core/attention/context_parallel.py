@@ -140,9 +140,9 @@ def _reason_against_a_ring(
 ) -> str | None:
     """Return the reason why ring attention cannot compute a sequence of ``tokens``, or None."""
     if mask is not None:
-        return "the data loader's mask"
+        return "the data loader passes a mask"
     if key.size(-1) != value.size(-1):
-        return "keys and values of different head sizes"
+        return "keys and values have different head sizes"
     if devices.current().name != "cuda":
         return None
     if any(limit is not None and limit < tokens - 1 for limit in call.options.window):
@@ -317,7 +317,7 @@ def _packed_ring(
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
     """Return a batch's packed sequences in the form for a ring of ``size`` ranks.
 
-    They are computed once per batch.
+    These sequences are computed once per batch.
     """
 
     def read() -> tuple[Document, ...]:
@@ -380,7 +380,7 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return how a batch of packed sequences is partitioned, computed once for all layers.
+    """Return the partition of a batch of packed sequences, which is computed once for all layers.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, of which the key's boundaries are read.

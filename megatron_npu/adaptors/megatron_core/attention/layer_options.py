@@ -42,8 +42,8 @@ def layer_options(module: Any, cp_comm_type: str | None) -> LayerOptions:
     """Return the additional options of ``module`` after upstream's constructor has run.
 
     The flags ``--pre-tockens`` and ``--next-tockens`` override ``config.window_size`` in the layers that have
-    a window. They do not apply to cross-attention, where the distance between positions of two different
-    sequences has no meaning.
+    a window. Neither flag applies to cross-attention, where the distance between positions of two
+    different sequences has no meaning.
 
     Raises:
         UsageError: ``comm_type`` rejects the exchange.

@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.fusions.fused_softmax``, which attention uses where the fused path cannot."""
+"""Patch ``megatron.core.fusions.fused_softmax``, which runs if fused attention does not support a call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Fix upstream bugs that cause incorrect numbers, if ``MEGATRON_NPU_BACKPORT=1`` is set.
 
-They change losses and gradients. Each fix states in ``versions`` which versions have the bug, and in
+The fixes change losses and gradients. Each fix states in ``versions`` which versions have the bug, and in
 ``until`` the version and the number of the upstream fix.
 """

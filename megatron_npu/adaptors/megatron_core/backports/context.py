@@ -1,6 +1,6 @@
 """Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all parts.
 
-These are the tokens of all context-parallel ranks.
+The parts are the tokens of all context-parallel ranks.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its number of tokens in the global batch, and multiply it by that of the main loss.
+    """Divide each loss by its token count in the global batch, and multiply by the main loss's count.
 
     In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main

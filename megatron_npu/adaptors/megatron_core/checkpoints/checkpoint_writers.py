@@ -32,9 +32,9 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 class ResultsFile:
     """Queue between a process and its children, stored in an unnamed file.
 
-    It has the methods of a multiprocessing manager's queue that upstream uses: ``put`` and ``get_nowait``.
-    Forked children share the file, and spawned children receive it by pickle. Nothing remains of it once the
-    last process ends, however it ends.
+    The queue has the methods of a multiprocessing manager's queue that upstream uses: ``put`` and
+    ``get_nowait``. Forked children share the file, and spawned children receive it by pickle. Nothing remains
+    of it once the last process ends, however it ends.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
 def look_where_the_hybrid_has_it(
     original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
 ) -> None:
-    """Map the entries of a GPT model to those of the hybrid model if ``layer_maps`` is ``IntoGPT``."""
+    """Map the entries of a GPT model to the hybrid model's entries if ``layer_maps`` is ``IntoGPT``."""
     if isinstance(layer_maps, IntoGPT):
         hybrid_layers.point_at(sharded_state_dict)
     else:

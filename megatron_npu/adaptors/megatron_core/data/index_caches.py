@@ -212,4 +212,4 @@ def _within(values: numpy.ndarray, least: int, most: int) -> bool:
 
 def _require(index: numpy.memmap, sound: bool) -> None:
     if not sound:
-        raise DamagedIndexError(Path(str(index.filename)), "it contains indices outside the data")
+        raise DamagedIndexError(Path(str(index.filename)), "the index file contains indices outside the data")

@@ -1,7 +1,7 @@
 """Patch the fused element-wise functions in ``megatron.core.fusions``.
 
-These are bias_gelu, bias_geglu, bias_swiglu and bias_dropout. Also patches ``megatron.core.jit``, whose
-``jit_fuser`` compiles them upstream.
+The functions are bias_gelu, bias_geglu, bias_swiglu and bias_dropout. Also patches ``megatron.core.jit``,
+whose ``jit_fuser`` compiles them upstream.
 """
 
 from __future__ import annotations

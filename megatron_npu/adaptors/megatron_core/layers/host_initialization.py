@@ -1,6 +1,6 @@
 """Initialize weights that upstream creates on the host on every device.
 
-These are positions, routers and plain linear layers. Patches ``models.common.embeddings``,
+Such weights are positions, routers and plain linear layers. Patches ``models.common.embeddings``,
 ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a GPU, these weights come from the host's
 generator, so with --use-cpu-initialization all weights of a model do. On a cpu, the default generator is the
 device's, and the same seed would produce a different model.

@@ -22,7 +22,7 @@ def model_of_the_flags(original: type) -> type:
     """Build the same model as ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
-        """Upstream's legacy GPT model, or the one of megatron-core."""
+        """Select upstream's legacy GPT model, or the GPT model of megatron-core."""
 
         def __new__(
             cls,

@@ -34,7 +34,7 @@ _TOKENS_AT_ONCE = 128  # of each sample
 class Factors(NamedTuple):
     """The hidden states and the weight whose product is the logits.
 
-    They are passed to the loss instead of the logits.
+    Both are passed to the loss instead of the logits.
 
     Attributes:
         layer: the output layer.
@@ -112,7 +112,7 @@ def _beyond_layer(layer: Any, runtime_gather_output: bool | None) -> str | None:
     if layer.disable_grad_reduce or layer.explicit_expert_comm:
         return "the output layer leaves its gradients to other code"
     if getattr(layer, "gtp_remat_size", 1) > 1:  # since 0.19
-        return "more ranks share the output layer's weight"
+        return "several ranks share the output layer's weight"
     return None
 
 

@@ -1,6 +1,6 @@
 """Support ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
 
-They are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
+The fused matmuls are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
 ``transformer.transformer_config`` of ``megatron.core``, and ``megatron.training.initialize``.
 """
 
@@ -150,8 +150,8 @@ def refuse_no_overlap(config: Any) -> None:
         )
     if not config.sequence_parallel:
         raise UsageError(
-            "--tp-comm-overlap requires --sequence-parallel, because what is overlapped is the gathering "
-            "and scattering of the sequence. Add --sequence-parallel, or remove --tp-comm-overlap."
+            "--tp-comm-overlap requires --sequence-parallel, because it overlaps the gathering and "
+            "scattering of the sequence with matmuls. Add --sequence-parallel, or remove --tp-comm-overlap."
         )
     if config.params_dtype is torch.float32:
         raise UsageError(

@@ -149,7 +149,7 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Make linear layers with TransformerEngine's names add their own biases, except those of experts.
+    """Make linear layers with TransformerEngine's names, except experts, add their own biases.
 
     Callers of experts first scale the second layer's bias by the router's probability.
     """

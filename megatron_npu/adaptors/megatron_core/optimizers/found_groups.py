@@ -35,7 +35,7 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Ignore learning rates in the comparison if those of the run differ from those of the checkpoint."""
+    """Ignore learning rates in the comparison if the run and the checkpoint have different learning rates."""
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)
@@ -44,7 +44,7 @@ def find_groups(
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Load a state whose learning rates may differ from those of the run."""
+    """Load a state whose learning rates may differ from the learning rates of the run."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):

@@ -115,7 +115,7 @@ constant(
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
 ) -> None:
-    """Accept ``force_all_reduce``, which has no effect here because no gradients are reduced."""
+    """Accept ``force_all_reduce`` and ignore it, because this method reduces no gradients."""
     original(self)
 
 

@@ -101,7 +101,7 @@ class _Copies(NamedTuple):
 def _copies(adam: Any, models: list[list[Tensor]], mains: list[list[Tensor]]) -> Mapping[Tensor, Tensor]:
     """Return a map from main weights to 16-bit weights.
 
-    It is rebuilt only if the tensors have changed.
+    The map is rebuilt only if the tensors have changed.
 
     At the same time, store in each parameter a reference to its optimizer.
     """

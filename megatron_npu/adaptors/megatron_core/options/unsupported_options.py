@@ -1,8 +1,8 @@
 """Reject or disable options of megatron-core that require TransformerEngine or CUDA if these are absent.
 
-They are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts. Options
-that would change the results, or that are meant to hide communication, are rejected with a one-line error.
-Options that only make launches faster are disabled, and this is logged.
+The options are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts.
+Options that would change the results, or that are meant to hide communication, are rejected with a one-line
+error. Options that only make launches faster are disabled, and this is logged.
 
 Patches ``transformer.transformer_config``, ``models.mamba.mamba_model``, ``models.hybrid.hybrid_block`` and
 ``ssm.mamba_mixer`` of ``megatron.core``; ``arguments`` does the same for the scripts' arguments.
@@ -128,7 +128,7 @@ def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "Transformer
 
 
 def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
-    """Disable the options that have no effect here, and log this.
+    """Disable the options that have no effect without CUDA or TransformerEngine, and log them.
 
     Raises:
         FallbackForbiddenError: an option would be disabled in strict mode.

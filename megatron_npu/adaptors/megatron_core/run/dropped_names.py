@@ -29,7 +29,7 @@ _UNSET = {
 def with_type_of_two_stacks(original: type) -> type:
     """Add the removed name to upstream's enumeration.
 
-    It is not a member, so that no model has this type.
+    The name is not a member, so that no model has this type.
     """
     if not hasattr(original, "encoder_and_decoder"):
         original.encoder_and_decoder = "encoder_and_decoder"  # type: ignore[attr-defined]

@@ -101,5 +101,5 @@ def is_never_for_inference(module: Any) -> bool:
 def skip_without_parameters(
     original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return immediately if there are no parameters."""
+    """Return immediately if the optimizer has no parameters."""
     return original(model_params, *args, **kwargs) if model_params else None

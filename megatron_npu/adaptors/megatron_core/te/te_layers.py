@@ -28,7 +28,7 @@ from megatron_npu.patching.patch import NotAsked
 def attention_of_megatron_core(original: type) -> type:
     """Return megatron-core's attention class with the arguments of ``TEDotProductAttention``.
 
-    It has no extra state; that of TransformerEngine in a checkpoint (fp8 scales) is not used.
+    The class has no extra state. TransformerEngine's extra state in a checkpoint (fp8 scales) is not used.
     """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -97,7 +97,7 @@ def scan_not_ours() -> str | None:
 def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str | None]:
     """Return whether a Mamba layer supports packed sequences, and the reason if it does not.
 
-    It does not accept them in generation, which uses caches.
+    The layer does not accept packed sequences in generation, which uses caches.
     """
     return not for_inference_not_training, "packed sequences are supported in training, not in generation"
 

@@ -1,4 +1,4 @@
-"""Support modules that import CUDA extensions in their constructors but do not use them here."""
+"""Support modules whose constructors import CUDA extensions that this package does not use."""
 
 from __future__ import annotations
 

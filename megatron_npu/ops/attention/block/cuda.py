@@ -18,7 +18,7 @@ from megatron_npu.ops.attention.spec import AttentionSpec
 
 def _beyond_flash(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> str | None:
     if len(spec.segments) > 1 or spec.dropout_p or not spec.segments[0].is_plain:
-        return "torch's flash kernel is used here only without packed sequences, a window or dropout"
+        return "blocks use torch's flash kernel only without packed sequences, a window or dropout"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"torch's flash kernel supports only fp16 and bf16, but the query is {query.dtype}"
     sizes = {t.size(3) for t in (query, key, value)}

@@ -12,7 +12,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return how many out of ``KEEP_LEVELS`` weights are kept for drop probability ``p``.
+    """Return the number of weights, out of ``KEEP_LEVELS``, that are kept for drop probability ``p``.
 
     At least one weight is dropped if ``p`` is not 0, and at least one is kept.
     """

@@ -32,9 +32,9 @@ class TileSoftmax:
         self._buffers = buffers
 
     def scores_of(self, tile: Tile) -> Tensor:
-        """Return memory for scores, ``[heads, queries · r, keys]``.
+        """Return a buffer for the scores of a tile, ``[heads, queries · r, keys]``.
 
-        It can be reused once the weights are computed.
+        The buffer can be reused once the weights are computed.
         """
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
@@ -71,7 +71,7 @@ class TileSoftmax:
         return rounded
 
     def weights_of(self, tile: Tile) -> Tensor:
-        """Return memory for weights, ``[heads, queries · r, keys]``."""
+        """Return a buffer for the attention weights of a tile, ``[heads, queries · r, keys]``."""
         return self._buffers.take("weights", tile.shape, self._products.sums)
 
     def rounded_backward(

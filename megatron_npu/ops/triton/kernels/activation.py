@@ -68,7 +68,7 @@ def bias_gelu_backward(
     grad, x, bias, d_x, partial, rows, width, per,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` and, if there is a bias, its partial sums ``[chunks, width]``."""
+    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums ``[chunks, width]``."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -116,7 +116,7 @@ def gated_backward(
     grad, x, bias, d_x, partial, rows, half, per,
     SILU: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` and, if there is a bias, its partial sums ``[chunks, 2 half]``."""
+    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums ``[chunks, 2 half]``."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

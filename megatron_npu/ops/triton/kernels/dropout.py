@@ -56,7 +56,7 @@ def dropped_gradient(
     grad, d_x, partial, seeds, rows, width, per, level, scale,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` from the result's gradient and, if there is a bias, its partial sums."""
+    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

@@ -75,12 +75,12 @@ def ranks(path: Path) -> RankFiles:
         return RankFiles(1, 1, {(0, 0): alone})
     paths = _by_rank(path)
     if not paths:
-        raise _incomplete(path, f"it has no mp_rank_*/{NAMES[0]}")
+        raise _incomplete(path, f"the folder has no mp_rank_*/{NAMES[0]}")
     tensor, pipeline = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     if missing := sorted(wanted - paths.keys()):
         raise _incomplete(
-            path, f"it has no file for tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}"
+            path, f"the folder has no file for tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}"
         )
     return RankFiles(tensor, pipeline, paths)
 
@@ -126,7 +126,7 @@ def read(file: Path) -> dict[str, Any]:
     """
     content = safe_load.read(file, safe_load.OF_STOCK_SCRIPTS | _HARMLESS)
     if not isinstance(content, dict):
-        raise safe_load.refusal(file, f"it contains a {type(content).__name__}")
+        raise safe_load.refusal(file, f"the file contains a {type(content).__name__}")
     return content
 
 

@@ -1,8 +1,8 @@
 """Access a model's weights for megatron-core's checkpoints without a second copy in memory.
 
 megatron-core splits some parameters, such as the halves of a gated MLP, into several tensors of a checkpoint.
-It clones each of these views when writing, and concatenates new tensors after reading, which requires
-additional memory for half of a Llama model.
+megatron-core clones each of these views when writing, and concatenates new tensors after reading, which
+requires additional memory for half of a Llama model.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def check(args: Namespace) -> None:
     _versions(args)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
         raise UsageError(
-            "--moe-shared-expert-gate requires --moe-shared-expert-intermediate-size", remedy="Add it."
+            "--moe-shared-expert-gate requires --moe-shared-expert-intermediate-size",
+            remedy="Add --moe-shared-expert-intermediate-size N.",
         )
     if args.moe_token_dispatcher_type == "flex":
         raise UsageError(
@@ -57,7 +58,7 @@ def _layers(args: Namespace) -> None:
     if not any(derive.expert_layers(args)):
         raise UsageError(
             f"--moe-layer-freq must select at least one layer with experts, but {frequency} selects none",
-            remedy="Change it.",
+            remedy="Change this value.",
         )
 
 
@@ -66,14 +67,14 @@ def _router(args: Namespace) -> None:
         raise UsageError(
             f"--moe-router-topk must be at most --num-experts {args.num_experts}, but got "
             f"{args.moe_router_topk}",
-            remedy="Lower it.",
+            remedy="Lower this value.",
         )
     plain = args.moe_router_score_function == "softmax" and not args.moe_router_pre_softmax
     if args.moe_router_topk == 1 and plain and args.moe_router_load_balancing_type != "sinkhorn":
         raise UsageError(
             "--moe-router-topk 1 requires --moe-router-pre-softmax, which computes the softmax over all "
             "experts; a softmax over the single selected expert is always 1",
-            remedy="Add it.",
+            remedy="Add --moe-router-pre-softmax.",
         )
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise UsageError(
@@ -97,7 +98,7 @@ def _groups(args: Namespace) -> None:
         if taken > groups:
             raise UsageError(
                 f"--moe-router-group-topk must be at most --moe-router-num-groups {groups}, but got {taken}",
-                remedy="Lower it.",
+                remedy="Lower this value.",
             )
 
 
@@ -124,7 +125,7 @@ def _capacity(args: Namespace, kinds: list[Any]) -> None:
     if args.moe_expert_capacity_factor is not None and "sinkhorn" in kinds:
         raise UsageError(
             "--moe-expert-capacity-factor cannot be used with --moe-router-load-balancing-type sinkhorn",
-            remedy="Remove it.",
+            remedy="Remove --moe-expert-capacity-factor.",
         )
     if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
         raise UsageError(
@@ -142,7 +143,8 @@ def _bias(args: Namespace) -> None:
     ):
         if getattr(args, attribute):
             raise UsageError(
-                f"{flag} requires --disable-bias-linear, because it does not support biases", remedy="Add it."
+                f"{flag} requires --disable-bias-linear, because it does not support biases",
+                remedy="Add --disable-bias-linear.",
             )
 
 
@@ -190,7 +192,7 @@ def layout(args: Namespace) -> None:
         raise UsageError(
             "--use-cpu-initialization cannot be used with --expert-model-parallel-size, because on the "
             "host all ranks would initialize their experts identically",
-            remedy="Remove it.",
+            remedy="Remove --use-cpu-initialization.",
         )
 
 

@@ -50,7 +50,7 @@ def _attention(args: Namespace) -> None:
         raise UsageError(
             "--qk-pos-emb-head-dim must be even, because rotary embeddings rotate pairs of channels, but "
             f"got {args.qk_pos_emb_head_dim}",
-            remedy="Change it.",
+            remedy="Change this value.",
         )
 
 

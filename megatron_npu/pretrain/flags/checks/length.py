@@ -28,7 +28,7 @@ def check(args: Namespace) -> None:
         )
     if args.epochs is not None and args.mock_data:
         raise UsageError(
-            f"{given[0]} requires a dataset of known size, but --mock-data has none",
+            f"{given[0]} requires a dataset of known size, but --mock-data has no fixed size",
             remedy="Pass --train-iters.",
         )
     derive.length(args)

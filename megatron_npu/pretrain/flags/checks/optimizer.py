@@ -49,7 +49,7 @@ def _muon(args: Namespace) -> None:
         raise UsageError(
             f"--muon-coefficient-type must be quintic with megatron-core {args.megatron_version}, because "
             f"versions before 0.17 have no other type, but got {args.muon_coefficient_type}",
-            remedy="Remove it.",
+            remedy="Remove --muon-coefficient-type.",
         )
     if not muon_flags.installed():
         raise UsageError(
@@ -120,7 +120,7 @@ def _learning_rate(args: Namespace) -> None:
     if not 0 <= args.lr_warmup_init <= args.lr:
         raise UsageError(
             f"--lr-warmup-init must be from 0 to --lr {args.lr}, but got {args.lr_warmup_init}",
-            remedy="Change it.",
+            remedy="Change this value.",
         )
 
 
@@ -163,7 +163,7 @@ def _schedule(args: Namespace) -> None:
             raise UsageError(
                 "--lr-warmup-fraction must be a fraction of at least 0 and less than 1, but got "
                 f"{args.lr_warmup_fraction}",
-                remedy="Change it.",
+                remedy="Change this value.",
             )
     elif warmup >= decay:
         raise UsageError(

@@ -60,7 +60,7 @@ def _yarn(args: Namespace) -> None:
             raise UsageError(
                 f"{flag} {getattr(args, name)} cannot be used with --position-embedding-type yarn, which "
                 f"requires {expected}",
-                remedy="Change it.",
+                remedy="Change this value.",
             )
 
 

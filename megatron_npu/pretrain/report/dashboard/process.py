@@ -19,8 +19,8 @@ _SECONDS = 5.0  # for the server to end after the run
 def shown(metrics: Path, at: Address) -> Iterator[str]:
     """Serve a run's dashboard inside the block, and yield its address.
 
-    The server ends with the block or with this process, even if this process is killed by SIGKILL. It first
-    sends the final state to clients. Ctrl-C does not reach it.
+    The server ends with the block or with this process, even if this process is killed by SIGKILL. The server
+    first sends the final state to clients. Ctrl-C does not reach it.
 
     Args:
         metrics: the JSON-lines file that the run writes.

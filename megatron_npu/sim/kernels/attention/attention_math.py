@@ -109,8 +109,8 @@ def _dropout(
 ) -> list[Tensor | None]:
     """Return the flat dropout factors (0 or 1 / keep_prob) of every block, or None without dropout.
 
-    They are slices of one mask, which is generated from the seed and offset unless ``packed`` contains its
-    bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
+    The factors are slices of one mask, which is generated from the seed and offset unless ``packed`` contains
+    its bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
     """
     if call.keep_prob == 1:
         return [None] * len(blocks)

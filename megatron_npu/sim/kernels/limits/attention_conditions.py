@@ -113,7 +113,7 @@ def is_cumulative(argument: str, tokens: str) -> Condition:
 def holds_band(negative: str, other: str, side: int) -> Condition:
     """Check that a negative limit of the band is valid.
 
-    It must be smaller than the sequence, and the other limit must be at least as large.
+    A negative limit must be smaller than the sequence, and the other limit must be at least as large.
 
     Args:
         side: which of (queries, keys) is the sequence for ``negative``.
@@ -129,7 +129,7 @@ def holds_band(negative: str, other: str, side: int) -> Condition:
 
 
 def mask_covers_band(before: str, after: str) -> Condition:
-    """Require that the mask covers everything outside the band, which the device skips in mode 0."""
+    """Require that the mask hides all keys outside the band, because sparse mode 0 does not compute them."""
 
     def holds(a: SimpleNamespace) -> bool:
         if a.sparse_mode != 0:
