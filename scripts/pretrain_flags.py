@@ -70,7 +70,7 @@ OTHERWISE: dict[str, tuple[str, str, str]] = {
 OWN = tuple(
     """
     --config --preset --epochs --swap-optimizer --hccl-group-buffer-adaptive --json-log --plot --no-plot
-    --no-use-cpu-initialization --eval-train-loss --save-keep-last
+    --no-use-cpu-initialization --eval-train-loss --save-keep-last --object-storage
     --log-loss-per-rank --sample-prompt --sample-tokens --sample-temperature --dashboard --loss-spike-policy
     --mixed-precision --zero-1-memory-optimization --zero-2-memory-optimization --zero-3-memory-optimization
     --fsdp-memory-optimization --cpu-offload --graph-optimization --onnx-runtime-training --dynamic-shape

@@ -28,7 +28,7 @@ FORMATS = {
     PICKLED: ("pytorch_model{suffix}.bin", PICKLED_INDEX),
 }
 _PIECE = 16 << 20  # bytes that are compared at a time
-_MAPPED = 64 << 20  # bytes that are read before mapped memory is released
+_MAPPED = 8 << 20  # bytes that are read before mapped memory, which counts as resident, is released
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # of safetensors
 
 

@@ -196,7 +196,7 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> tuple[float, float]:
-        """Return the seconds that a stage spends on communication for one micro-batch, in both passes."""
+        """Return the seconds that a pass through a chunk communicates: within its layers, and to a stage."""
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 4 * states * self._ring(layout.tensor, 1)  # two all-reduces, each twice a ring

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_npu.base import given_files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.finetune.model import prepare
@@ -527,8 +528,9 @@ def test_a_terminal_has_a_progress_bar(tmp_path: Path, capsys, monkeypatch) -> N
     assert "iteration" not in error
 
 
-def test_what_the_file_system_refuses_is_said_in_one_line(tmp_path: Path, capsys) -> None:
+def test_what_the_file_system_refuses_is_said_in_one_line(tmp_path: Path, capsys, monkeypatch) -> None:
     script, log = tmp_path / "mine.py", "/dev/full"  # a disk without room
+    monkeypatch.setattr(given_files, "is_device", lambda path: False)  # the parser would reject /dev/full
     script.write_text(SCRIPT + END)
     assert cli.main(["train", "--user-script", str(script), "--epochs", "1", "--json-log", log]) == 1
     (said,) = capsys.readouterr().err.splitlines()
