@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data import dataset_folders
+from megatron_npu.data.preprocessing.bad_rows import FLAG
 from megatron_npu.data.preprocessing.hf_rows import CSV
 from megatron_npu.finetune.data import skipped_rows, text_files
 from megatron_npu.finetune.data.parts import Parts
@@ -301,6 +302,11 @@ def _require_readable(path: Path, builder: str, options: Mapping[str, Any]) -> N
 def _refused(
     name: str, config: str | None, files: Mapping[str, list[Path]], error: BaseException
 ) -> UsageError:
+    if row := skipped_rows.first(files):
+        return UsageError(
+            f"--data-path: {row.file}:{row.line}: {row.why}.",
+            remedy=f"Correct the row, or skip malformed rows with {FLAG} N.",
+        )
     if type(error).__name__ == "DatasetGenerationError":  # which says no more than that there was an error
         error = error.__cause__ or error
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -7,6 +7,7 @@ that are not UTF-8, and rows without a value that the task needs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -109,6 +110,17 @@ def copies(
     return found, {part: rows for part, rows in numbers.items() if rows}
 
 
+def first(parts: Mapping[str, Sequence[Path]]) -> BadRow | None:
+    """Return the first malformed row of the files, or None if each row by itself can be read."""
+    for path in (path for paths in parts.values() for path in paths):
+        reader = _reader(path)
+        with contextlib.suppress(OSError, csv.Error):  # then the file is at fault, and not a row
+            for line, text, why in reader(path)[1] if reader else ():
+                if why:
+                    return BadRow(str(path), line, why, text[:_BEGINS].rstrip("\n"))
+    return None
+
+
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
     """Skip rows that lack a value in one of the columns.
 
@@ -165,7 +177,9 @@ def _of_json_lines(path: Path) -> Iterator[Row]:
 
 def _no_object(text: str) -> str:
     try:
-        value = json.loads(text)
+        value = json.loads(text.rstrip())
+    except json.JSONDecodeError as error:  # whose own "line 1" is not the file's
+        return f"it is not valid JSON ({error.msg}: column {error.colno})"
     except (ValueError, RecursionError) as error:
         return f"the line is not valid JSON ({error})"
     return (
