@@ -104,6 +104,23 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     return said
 
 
+def commands(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the part of the page about jobs that were planned one at a time."""
+    said = [
+        "## By hand",
+        "",
+        f"Single jobs, planned with `megatron-npu plan` and read. {_when(found)}.",
+        "Other programs ran beside it: seconds are upper bounds.",
+        "",
+        "| job | exit code | seconds | seen |",
+        "|---|---|---|---|",
+    ]
+    return said + [
+        f"| {name} | {row['code']} | {row['seconds']} | {row['seen'].replace('|', '/')} |"
+        for name, row in found.items()
+    ]
+
+
 def _line(name: str, rows: list[dict[str, Any]]) -> str:
     failed = next((row["failed"] for row in rows if "failed" in row), None)
     if failed is not None:
@@ -138,6 +155,9 @@ def main() -> None:
     path = RESULTS / "devices.json"
     if path.exists():
         said += ["", *plan_devices.lines(json.loads(path.read_text()))]
+    path = RESULTS / "commands.json"
+    if path.exists():
+        said += ["", *commands(json.loads(path.read_text()))]
     files.write(PAGE, _HEAD + "\n".join(said) + "\n")
 
 

@@ -98,3 +98,10 @@ def test_the_record_says_which_layouts_run_again_have_the_bytes_of_the_table() -
     )
     assert "Not equal, or with other bytes: `llama`, `mla`." in said
     assert not any("again" in line for line in dry_record.lines(found))
+
+
+def test_the_record_lists_single_jobs() -> None:
+    row = {"code": 2, "seconds": 9, "seen": "one | line", "day": "today", "commit": "abc"}
+    said = dry_record.commands({"too large": row})
+    assert any("today, commit abc." in line for line in said)
+    assert said[-1] == "| too large | 2 | 9 | one / line |"
