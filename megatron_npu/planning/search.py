@@ -95,7 +95,8 @@ class Search:
     def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
         """Return the layouts that were dry-run, fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
-        left, found = list(kept), []
+        left: list[Estimate] = list(kept)
+        found: list[Found] = []
         while left and len(found) < self.runs:
             each = left.pop(self._next(left, found))
             found.append(Found(each, dry_run(each.layout.job(self.job, each.shape))))
