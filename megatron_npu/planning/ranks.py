@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import settings
+from megatron_npu.base.arg_parser import byte_size
 from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import cores
 from megatron_npu.planning.hosts import Hosts
@@ -132,7 +133,8 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="megatron-npu-plan-") as name:
             folder = Path(name)
             words = self._words(job)
-            told = {"words": words, "output": str(folder / "report.json"), "alone": True, "limit": memory}
+            told = {"words": words, "output": str(folder / "report.json"), "alone": True}
+            told |= {"limit": byte_size(ENOUGH) if memory is None else memory}  # of CUDA's allocator
             told |= {"batches": self.batches.folder(words)} if self.by_batch else {}
             told |= {"check": self.check, "imbalance": self.imbalance}
             told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}

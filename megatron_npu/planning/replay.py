@@ -155,8 +155,8 @@ class Allocator:
             self.empty_cache()
             if self.reserved + bytes_ > self.limit:
                 raise DeviceFullError(
-                    f"allocating {bytes_} bytes in addition to the {self.reserved} reserved ones exceeds "
-                    f"the limit of {self.limit}"
+                    f"Tried to allocate {size / (1 << 30):.2f} GiB. A segment of {bytes_} bytes in "
+                    f"addition to the {self.reserved} reserved ones exceeds the limit of {self.limit}."
                 )
         block = Block(self._next, bytes_, small)
         self._next += bytes_

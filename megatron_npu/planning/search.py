@@ -95,9 +95,24 @@ class Search:
     def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
         """Return the layouts that were dry-run, fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
-        found = [Found(each, dry_run(each.layout.job(self.job, each.shape))) for each in kept[: self.runs]]
+        left: list[Estimate] = list(kept)
+        found: list[Found] = []
+        while left and len(found) < self.runs:
+            each = left.pop(self._next(left, found))
+            found.append(Found(each, dry_run(each.layout.job(self.job, each.shape))))
         found.sort(key=lambda each: (not self.fits(each), each.time.total))
         return found, self._lines(found, len(kept), count)
+
+    def _next(self, left: list[Estimate], found: list[Found]) -> int:
+        """Return the index of the fastest layout that may still fit, or else of the one with least memory.
+
+        Closed forms do not count communication buffers: what the dry runs needed above their estimates, the
+        others are expected to need, too.
+        """
+        above = [each.ran.needed - each.estimate.memory() for each in found if each.ran.needed is not None]
+        most = self.memory - min(above) if above else self.memory * _MARGIN
+        memory = [each.memory() for each in left]
+        return next((at for at, size in enumerate(memory) if size <= most), memory.index(min(memory)))
 
     def fits(self, found: Found) -> bool:
         """Return True if a layout trained within the memory limit."""
@@ -132,7 +147,7 @@ class Search:
         said = [
             (
                 f"{count} layouts are possible, {kept} may fit by estimate, {len(found)} were dry-run (the "
-                "fastest by estimate; --search-runs)"
+                "fastest by estimate that may still fit; --search-runs)"
             ),
             "",
             f"{'TP':>4}{'PP':>4}{'VP':>4}{'CP':>4}{'EP':>4}{'DP':>6}{'micro':>7}{'recompute':>11}{'shared':>8}"
@@ -149,6 +164,9 @@ class Search:
             * any(each.wait_is_formula for each in found),
         ]
         best = next((each for each in found if self.fits(each)), None)
+        if best is None and kept > len(found):
+            rest = f"{kept - len(found)} more may fit by estimate (raise --search-runs)"
+            return [*said, f"none of these layouts fits; {rest}"]
         if best is None:
             return [*said, "no layout fits"]
         return [*said, f"fastest that fits: {' '.join(best.estimate.layout.flags(best.estimate.shape))}"]

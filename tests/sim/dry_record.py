@@ -37,8 +37,13 @@ even share of the tokens.
 """
 
 
-def lines(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the page below its head."""
+def lines(found: dict[str, dict[str, Any]], repeated: dict[str, dict[str, Any]] | None = None) -> list[str]:
+    """Return the page below its head.
+
+    Args:
+        found: the rows of the table.
+        repeated: the rows of layouts that were compared again later.
+    """
     equal = sum(all(rank.get("equal") for rank in row["ranks"]) for row in found.values())
     said = [
         f"{_when(found)}, torch 2.13: {equal} of {len(found)} layouts are equal on all ranks.",
@@ -47,8 +52,31 @@ def lines(found: dict[str, dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     said += [_line(name, row["ranks"]) for name, row in found.items()]
+    if repeated:
+        said[1:1] = again(found, repeated)
     left = [f"`{name}`" for name in LAYOUTS if name not in found]
     return [*said, "", f"Not run: {', '.join(left)}."] if left else said
+
+
+def again(found: dict[str, dict[str, Any]], repeated: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what a later comparison of some layouts found, by commit."""
+    said = []
+    for day, commit in dict.fromkeys((row["day"], row["commit"]) for row in repeated.values()):
+        own = {name: row["ranks"] for name, row in repeated.items() if row["commit"] == commit}
+        equal = [name for name, ranks in own.items() if all(rank.get("equal") for rank in ranks)]
+        same = [name for name in equal if _bytes(own[name]) == _bytes(found[name]["ranks"])]
+        said.append(
+            f"Run again: {day}, commit {commit}: {len(equal)} of {len(own)} layouts are equal on all ranks, "
+            f"{len(same)} of them with the bytes of the table."
+        )
+        others = ", ".join(f"`{name}`" for name in own if name not in same)
+        said += [f"Not equal, or with other bytes: {others}."] if others else []
+        said.append(f"They are {', '.join(f'`{name}`' for name in own)}.")
+    return ["", *said]
+
+
+def _bytes(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    return [(rank["full"]["peak"], rank["full"]["reserved"]) for rank in ranks]
 
 
 def _when(found: dict[str, dict[str, Any]]) -> str:
@@ -76,6 +104,23 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     return said
 
 
+def commands(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the part of the page about jobs that were planned one at a time."""
+    said = [
+        "## By hand",
+        "",
+        f"Single jobs, planned with `megatron-npu plan` and read. {_when(found)}.",
+        "Other programs ran beside it: seconds are upper bounds.",
+        "",
+        "| job | exit code | seconds | seen |",
+        "|---|---|---|---|",
+    ]
+    return said + [
+        f"| {name} | {row['code']} | {row['seconds']} | {row['seen'].replace('|', '/')} |"
+        for name, row in found.items()
+    ]
+
+
 def _line(name: str, rows: list[dict[str, Any]]) -> str:
     failed = next((row["failed"] for row in rows if "failed" in row), None)
     if failed is not None:
@@ -100,13 +145,19 @@ def _numbers(values: Any) -> list[str]:
 
 def main() -> None:
     found = json.loads((RESULTS / "grid.json").read_text())
-    said = lines({name: found[name] for name in LAYOUTS if name in found})
+    path = RESULTS / "grid_again.json"
+    repeated = json.loads(path.read_text()) if path.exists() else {}
+    repeated = {name: repeated[name] for name in LAYOUTS if name in repeated}
+    said = lines({name: found[name] for name in LAYOUTS if name in found}, repeated)
     path = RESULTS / "mistakes.json"
     if path.exists():
         said += ["", *mistakes(json.loads(path.read_text()))]
     path = RESULTS / "devices.json"
     if path.exists():
         said += ["", *plan_devices.lines(json.loads(path.read_text()))]
+    path = RESULTS / "commands.json"
+    if path.exists():
+        said += ["", *commands(json.loads(path.read_text()))]
     files.write(PAGE, _HEAD + "\n".join(said) + "\n")
 
 

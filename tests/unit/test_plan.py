@@ -16,6 +16,7 @@ from megatron_npu.planning import layouts, page, remedies, timeline
 from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
+from megatron_npu.planning.layouts import Layout
 from megatron_npu.planning.rank import notes, peers
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.replay import Allocator, DeviceFullError
@@ -343,8 +344,31 @@ def test_a_search_ends_with_flags_to_paste_or_with_2(
     assert "ascend-910b" in said
     assert cli.main(["plan", "--devices", "8", "--memory", "2000M", "--hardware", "h100", *words]) == 2
     said = capsys.readouterr().out
-    assert said.rstrip().endswith("no layout fits")
+    assert "none of these layouts fits; " in said.splitlines()[-1]
+    assert "more may fit by estimate (raise --search-runs)" in said.splitlines()[-1]
     assert "h100" in said
+    assert cli.main(["plan", "--devices", "8", "--memory", "2000M", *words[:2], "999", *words[3:]]) == 2
+    assert capsys.readouterr().out.rstrip().endswith("no layout fits")
+
+
+def test_a_search_learns_from_its_dry_runs_what_the_closed_forms_do_not_count() -> None:
+    """Without that, all dry runs are spent on the fastest layouts, each too large by the same buffers."""
+    most, above = 4 << 30, 3 << 30
+    kept = {each.layout: each for each in search(most).candidates()[0]}
+    needed = {layout: int(each.memory()) + above for layout, each in kept.items()}
+    assert any(size <= most for size in needed.values())
+    ran: list[Layout] = []
+
+    def dry_run(planned: Job) -> DryRun:
+        layout = next(each for each in kept if each.job(job(MODEL), Shape.of(job(MODEL))) == planned)
+        ran.append(layout)
+        return DryRun(needed[layout])
+
+    found, lines = search(most).run(dry_run)
+    assert needed[ran[0]] > most, "the fastest does not fit"
+    assert found[0].ran.needed is not None
+    assert found[0].ran.needed <= most
+    assert lines[-1].startswith("fastest that fits: ")
 
 
 def test_a_page_and_a_timeline_are_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan_devices
-from tests.sim import dry_grid
+from tests.sim import dry_grid, dry_record
 from tests.support import processes
 
 EQUAL = {"ranks": [{"rank": 0, "equal": True}], "commit": "12345678"}
@@ -79,3 +79,29 @@ def test_the_record_of_the_two_devices_counts_what_is_within_two_per_cent() -> N
     said = plan_devices.lines({"one": row | {"rest_differ": -2.0}, "two": row | {"rest_differ": 2.1}})
     assert "today, commit abc: 1 of 2 are." in said
     assert said[-1].endswith("| 0.0, 67.1 | +2.10 % |")
+
+
+def test_the_record_says_which_layouts_run_again_have_the_bytes_of_the_table() -> None:
+    def row(peak: int, *, equal: bool = True, commit: str) -> dict:
+        full = {"peak": peak, "reserved": 20}
+        rank = {"rank": 0, "full": full, "dry": full | {"peak": peak + (not equal)}, "equal": equal}
+        return {"ranks": [rank], "day": "today", "commit": commit}
+
+    found = {name: row(10, commit="abc") for name in ("gpt", "llama", "mla")}
+    repeated = {"gpt": row(10, commit="def"), "llama": row(11, commit="def")}
+    repeated["mla"] = row(10, equal=False, commit="def")
+    said = dry_record.lines(found, repeated)
+    assert "today, commit abc, torch 2.13: 3 of 3 layouts are equal on all ranks." in said
+    assert (
+        "Run again: today, commit def: 2 of 3 layouts are equal on all ranks, 1 of them with the "
+        "bytes of the table." in said
+    )
+    assert "Not equal, or with other bytes: `llama`, `mla`." in said
+    assert not any("again" in line for line in dry_record.lines(found))
+
+
+def test_the_record_lists_single_jobs() -> None:
+    row = {"code": 2, "seconds": 9, "seen": "one | line", "day": "today", "commit": "abc"}
+    said = dry_record.commands({"too large": row})
+    assert any("today, commit abc." in line for line in said)
+    assert said[-1] == "| too large | 2 | 9 | one / line |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch.distributed import checkpoint
 
 from megatron_npu.commands import cli
 from megatron_npu.planning import command
+from megatron_npu.planning.hosts import Hosts
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.rank import before_training, notes
 from megatron_npu.planning.ranks import Ranks
+from megatron_npu.planning.replay import Allocator, DeviceFullError
+from megatron_npu.planning.report import Row
 
 LARGE = 1 << 15  # numbers: 128 KiB
 JOB = "--pipeline-model-parallel-size 4 --micro-batch-size 1".split()
@@ -113,6 +117,25 @@ def test_a_rank_that_no_device_holds_is_told_in_one_line(
         "32768.00 GiB, but a device was assumed to have at most 4096G. Shard the model over more devices, or "
         "reduce it.\n"
     )
+
+
+def test_a_rank_of_cuda_has_no_more_memory_than_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors take no address space: without the limit, a plan would name any size as what is needed."""
+    limits = []
+
+    def run(self: Hosts, kind: str, start: object, environment: object, request: dict, longest: float) -> Any:
+        limits.append(json.loads(Path(request["specification"]).read_text())["limit"])
+        return 1, ""
+
+    monkeypatch.setattr(Hosts, "run", run)
+    ranks = Ranks("cuda", {})
+    ranks.run(Job.of(4, ["pretrain", *JOB]), [0])
+    ranks.run(Job.of(4, ["pretrain", *JOB]), [0], 5 << 30)
+    assert limits == [4096 << 30, 5 << 30]
+    with pytest.raises(DeviceFullError) as full:
+        Allocator(limits[0]).allocate(32768 << 30)
+    row = Row(0, 0, 1, {"error": str(full.value), "out_of_memory": True, "asked_by": "layers.py:7"})
+    assert "layers.py:7 asked for 32768.00 GiB, but a device" in command._last_words(row)
 
 
 def calling(path: str, expression: str, inner: Any = None) -> Any:
