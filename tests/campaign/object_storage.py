@@ -6,7 +6,7 @@ run that saves to a disk, and each checkpoint is whole by its last object. Anoth
 storage stops after the first object of its second checkpoint: this one is not whole, and the next run resumes
 from the first. What upstream's writers do not reach is refused in one line. `pretrain` and `train` save to a
 disk, which is lost, and copy each checkpoint to the storage, also through fsspec's ``s3://`` (--scheme s3,
-with the package s3fs).
+with the package s3fs). scripts/machines_page.py reads benchmarks/results/machines/object_storage.json.
 """
 
 from __future__ import annotations
