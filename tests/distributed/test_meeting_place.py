@@ -174,7 +174,8 @@ def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> 
     says, line = FOREIGN[kind]
     with _somebody(says) as port:
         flags = [*tiny.flags_for(Path())[:-2], "--mock-data"] if command == "pretrain" else ["--cluster"]
-        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        place = {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         words = [sys.executable, "-m", "megatron_npu", command, *flags]
         env = {**tiny.environment(), **place, **WAIT}
         options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 100}
