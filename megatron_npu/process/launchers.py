@@ -366,7 +366,7 @@ def _require_address() -> None:
     """Check that the launcher provides a rendezvous address for the ranks.
 
     Raises:
-        UsageError: there are several ranks and MASTER_ADDR is not set.
+        UsageError: there are several ranks, and MASTER_ADDR is not set or MASTER_PORT is not a port.
     """
     if "RANK" not in os.environ or _number("WORLD_SIZE", 1) == 1:
         return
@@ -376,7 +376,13 @@ def _require_address() -> None:
             "is not; MASTER_ADDR must hold the first machine's address, and MASTER_PORT its port",
             remedy="Export both, or use torchrun.",
         )
-    os.environ.setdefault("MASTER_PORT", str(_PORT))
+    port = os.environ.get("MASTER_PORT", "").strip() or str(_PORT)
+    if not 0 < (digits.number(port) or 0) < 65536:
+        raise UsageError(
+            f"MASTER_PORT must be a port from 1 to 65535, but got {port}",
+            remedy="Export the first machine's.",
+        )
+    os.environ["MASTER_PORT"] = port
 
 
 def _number(name: str, default: int) -> int:

@@ -4,6 +4,9 @@ A wrong address looks like a first machine that has not started yet: torch retri
 minutes, and logs only C++ messages. Here a line every 20 seconds states the address, the number of attempts,
 the reason and what to check; the wait is limited (``MEGATRON_NPU_RENDEZVOUS_TIMEOUT``), and short if the
 address cannot be right.
+
+torch's client waits without a limit for the answer of a program that accepts its connection. So a ping of
+torch's protocol is sent first, on a connection that has a limit.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -23,9 +27,13 @@ from megatron_npu.base.errors import UsageError
 _T = TypeVar("_T")
 _SAY = 20.0  # seconds between two lines
 _TRY = 5.0  # seconds for one connection
+_ANSWER = 10.0  # seconds for the answer to a ping
 _PAUSE = 0.5
 _LIMIT = 600.0  # seconds for the first machine to serve its store, and for the others to come; as torch
 _WRONG = 60.0  # seconds, if the address seems wrong; the name of a new pod may not resolve at once
+_PING = struct.Struct("=BIBI")  # of torch's TCPStore since 2.4: two queries, each with a number
+_VALIDATE, _MAGIC, _QUERY = 0, 0x3C85F7CE, 13
+_FOREIGN = "the program there is not the run's store: "
 
 
 class NoAnswerError(UsageError):
@@ -63,7 +71,7 @@ def patience_for_others(told: float = 0.0) -> float:
 
 
 def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -> _T:
-    """Call ``connect`` as soon as a server answers at the address, and return its result.
+    """Call ``connect`` as soon as a store answers at the address, and return its result.
 
     Args:
         place: the address.
@@ -73,30 +81,57 @@ def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -
     Raises:
         NoAnswerError: nothing answers in time.
     """
+    found: list[_T] = []
+
+    def refusal() -> str:
+        reason = _refusal(place.host, place.port)
+        if not reason:
+            try:
+                found.append(connect())
+            except (RuntimeError, OSError) as error:
+                return _FOREIGN + str(error).strip().partition("\n")[0]
+        return reason
+
+    _wait(place, refusal, speaks)
+    return found[0]
+
+
+def require_no_other_program(place: Place, *, speaks: bool = True) -> None:
+    """Wait while a program that is not a store answers at the address; a store may not be there yet.
+
+    Raises:
+        NoAnswerError: the program is still there when the wait is over.
+    """
+
+    def refusal() -> str:
+        reason = _refusal(place.host, place.port)
+        return reason if reason.startswith(_FOREIGN) else ""
+
+    _wait(place, refusal, speaks)
+
+
+def _wait(place: Place, refusal: Callable[[], str], speaks: bool) -> None:
     began = said = time.monotonic()
     attempts = 0
     while True:
         attempts += 1
-        reason = _refusal(place.host, place.port)
+        reason = refusal()
         if not reason:
-            try:
-                return connect()
-            except (RuntimeError, OSError) as error:
-                first = str(error).strip().partition("\n")[0]
-                reason = f"something answers there that is not the run's store: {first}"
+            return
         now = time.monotonic()
         hint, patience = _hint(place)
-        line = f"{place.who} cannot reach {place} ({reason}{hint})"
-        if now - began >= (_given() or patience):
+        foreign = reason.startswith(_FOREIGN)
+        line, remedy = f"{place.who} cannot reach {place} ({reason}{hint})", _remedy(place, foreign)
+        if now - began >= (_given() or (_WRONG if foreign else patience)):
             raise NoAnswerError(
-                f"{line}: {attempts} attempts in {now - began:.0f} s. The first machine must serve the "
-                "run's store at that address",
-                remedy=f"{_remedy(place)} {settings.RENDEZVOUS_TIMEOUT.name}=SECONDS sets the wait.",
+                f"{line}: {attempts} attempt{'s' * (attempts > 1)} in {now - began:.0f} s. The first machine "
+                "must serve the run's store at that address",
+                remedy=f"{remedy} {settings.RENDEZVOUS_TIMEOUT.name}=SECONDS sets the wait.",
             )
         if speaks and now - said >= _SAY:
             said = now
             print(
-                f"megatron_npu: {line}; still trying after {now - began:.0f} s. {_remedy(place)}",
+                f"megatron_npu: {line}; still trying after {now - began:.0f} s. {remedy}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -140,7 +175,7 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def answers(host: str, port: int) -> bool:
-    """Return True if a server accepts connections at an address."""
+    """Return True if a store answers at an address."""
     return not _refusal(host, port)
 
 
@@ -150,9 +185,10 @@ def _given() -> float | None:
 
 
 def _refusal(host: str, port: int) -> str:
-    """Return the reason why a connection fails, or an empty string if it succeeds."""
+    """Return the reason why no store answers at an address, or an empty string if one does."""
     try:
-        socket.create_connection((host, port), timeout=_TRY).close()
+        with socket.create_connection((host, port), timeout=_TRY) as connection:
+            return _fault_of_answer(connection)
     except socket.gaierror as error:
         return f"the host name does not resolve: {error.strerror}"
     except UnicodeError:  # of a label that is empty or too long
@@ -162,6 +198,26 @@ def _refusal(host: str, port: int) -> str:
     except OSError as error:
         return f"{os.strerror(error.errno) if error.errno else error}{_resolved(host)}"
     return ""
+
+
+def _fault_of_answer(connection: socket.socket) -> str:
+    """Send a ping of torch's store, and return what is wrong with the answer, or an empty string."""
+    number = os.getpid() & 0xFFFFFFFF
+    expected, got = struct.pack("=I", number), b""
+    end = time.monotonic() + min(_ANSWER, _given() or _ANSWER)
+    try:
+        connection.sendall(_PING.pack(_VALIDATE, _MAGIC, _QUERY, number))
+        while len(got) < len(expected):
+            connection.settimeout(max(end - time.monotonic(), 0.001))
+            part = connection.recv(len(expected) - len(got))
+            if not part:
+                return f"{_FOREIGN}it closes the connection"
+            got += part
+    except TimeoutError:
+        return f"{_FOREIGN}it accepts the connection, but does not answer"
+    except OSError:
+        return f"{_FOREIGN}it closes the connection"
+    return "" if got == expected else f"{_FOREIGN}it answers {got!r} to a ping"
 
 
 def _resolved(host: str) -> str:
@@ -181,7 +237,12 @@ def _hint(place: Place) -> tuple[str, float]:
     return "", max(_LIMIT, place.patience)
 
 
-def _remedy(place: Place) -> str:
+def _remedy(place: Place, foreign: bool) -> str:
+    if foreign:
+        return (
+            "Check that this is the address of the first machine (node rank 0) and the port of this job; if "
+            "another program uses the port there, choose another one on all machines."
+        )
     if place.serves:
         return "Set the address to one at which the other machines reach this machine."
     return (

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_npu.base import digits
@@ -57,10 +58,15 @@ def _wait(words: Sequence[str]) -> None:
     place = _place(words)
     if place is None:
         return
-    # a store that torchrun has not started yet is not an error
-    while place.serves and not meeting_place.answers("127.0.0.1", place.port):
-        time.sleep(_PAUSE)
+    own = replace(place, host="127.0.0.1") if place.serves else place
     try:
+        if not _is_of_several(words):
+            meeting_place.require_no_other_program(place)
+            return
+        # a store that torchrun has not started yet is not an error
+        while place.serves and not meeting_place.answers(own.host, own.port):
+            meeting_place.require_no_other_program(own)
+            time.sleep(_PAUSE)
         meeting_place.connected(place, lambda: None)
         if place.serves:
             meeting_place.joined(place, _has_started_ranks)
@@ -71,8 +77,6 @@ def _wait(words: Sequence[str]) -> None:
 
 def _has_started_ranks() -> str:
     """Describe the machines that torchrun still waits for.
-
-    The result is empty once torchrun has started its ranks.
 
     The result is empty once torchrun has started its ranks.
 
@@ -88,12 +92,12 @@ def _has_started_ranks() -> str:
 
 
 def _place(words: Sequence[str]) -> meeting_place.Place | None:
-    """Return the rendezvous address of a job on several machines.
+    """Return the rendezvous address of a job on several machines, or of ``c10d`` on one.
 
-    Return None on a single machine and for other rendezvous backends.
+    Return None on a single machine without such an address, and for other rendezvous backends.
     """
-    count, backend = _value(words, "nnodes", "1").rpartition(":")[2], _value(words, "rdzv-backend", "static")
-    if (digits.number(count) or 0) < 2 or "--standalone" in words:
+    backend = _value(words, "rdzv-backend", "static")
+    if "--standalone" in words or not (_is_of_several(words) or backend == "c10d"):
         return None
     name, endpoint = "--rdzv-endpoint", _value(words, "rdzv-endpoint", "")
     if not endpoint:
@@ -101,7 +105,7 @@ def _place(words: Sequence[str]) -> meeting_place.Place | None:
         endpoint = f"{master}:{_value(words, 'master-port', _PORT)}"
     host, _, port = endpoint.rpartition(":")
     number = digits.number(port)
-    if not host or number is None or backend not in ("static", "c10d"):
+    if not host or not number or backend not in ("static", "c10d"):
         return None
     machine, own, patience = _value(words, "node-rank", "0"), socket.gethostname(), _patience(words)
     if backend == "c10d":  # the machine that has the address serves the store
@@ -110,6 +114,10 @@ def _place(words: Sequence[str]) -> meeting_place.Place | None:
     serves = machine == "0"
     who = f"torchrun on machine {machine} ({own})"
     return meeting_place.Place(who, host, number, serves, not serves, name, patience)
+
+
+def _is_of_several(words: Sequence[str]) -> bool:
+    return (digits.number(_value(words, "nnodes", "1").rpartition(":")[2]) or 0) > 1
 
 
 def _patience(words: Sequence[str]) -> float:

@@ -64,13 +64,15 @@ class _Place:
 def made() -> Iterator[None]:
     """Check that ranks on several machines can reach each other, before the block creates process groups.
 
-    On one machine, or if no launcher gives the number of ranks per machine, nothing is checked.
+    On one machine, or if no launcher gives the number of ranks per machine, the check is only that no other
+    program answers at the address of the store, because torch waits for its answer without a limit.
 
     Raises:
-        UsageError: some machines cannot reach each other; raised on all ranks, naming the machines and the
-            remedy.
+        UsageError: another program answers at the address of the store; or some machines cannot reach each
+            other. Raised on all ranks, naming the machines and the remedy.
     """
     if not _is_of_several_machines():
+        _require_no_other_program()
         yield
         return
     store = _store()  # kept until torch's own has joined its server
@@ -105,6 +107,27 @@ def _is_of_several_machines() -> bool:
     return here < everywhere and bool(os.environ.get("MASTER_ADDR"))
 
 
+def _require_no_other_program() -> None:
+    ranks, rank, port = (
+        digits.number(os.environ.get(name, "")) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")
+    )
+    host = os.environ.get("MASTER_ADDR", "")
+    if dist.is_initialized() or not (host and port and rank is not None and (ranks or 1) > 1):
+        return
+    if _serves(rank):  # torch binds the port, or fails
+        return
+    who = f"rank {rank} ({socket.gethostname()})"
+    speaks = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+    meeting_place.require_no_other_program(
+        meeting_place.Place(who, host, port, serves=False, elsewhere=False), speaks=speaks
+    )
+
+
+def _serves(rank: int) -> bool:
+    """Return True if a rank serves the store of the run itself."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _prefix() -> str:
     return f"megatron_npu/contact/{restarts.attempt()}"
 
@@ -121,7 +144,7 @@ def _store() -> dist.TCPStore:
     """
     host, port = _where()
     rank, locals_ = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = _serves(rank)
     served = serve(port) if serves else None
     machine = os.environ.get("GROUP_RANK", "")
     elsewhere = int(machine if machine.isdecimal() else rank // locals_) > 0

@@ -2,10 +2,11 @@
 
 Needs the packages multi-storage-client and moto[server] (a venv of its own does, on PYTHONPATH). A run of a
 megatron-core's script saves to ``msc://`` and ends, another one resumes from there; the losses are those of a
-run that saves to a disk, and each checkpoint is whole by its last object. Another run is killed as soon as an
-object of its second checkpoint exists: this one is not whole, and the next run resumes from the first. What
-upstream's writers do not reach is refused in one line. `pretrain` and `train` save to a disk, which is lost,
-and copy each checkpoint to the storage.
+run that saves to a disk, and each checkpoint is whole by its last object. Another run is killed while the
+storage stops after the first object of its second checkpoint: this one is not whole, and the next run resumes
+from the first. What upstream's writers do not reach is refused in one line. `pretrain` and `train` save to a
+disk, which is lost, and copy each checkpoint to the storage, also through fsspec's ``s3://`` (--scheme s3,
+with the package s3fs). scripts/machines_page.py reads benchmarks/results/machines/object_storage.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import boto3
 from packaging.version import Version
 
 from megatron_npu.checkpoint_files.object_storage import FLAG
-from tests.campaign import machines
+from tests.campaign import machines, stalling_storage
 from tests.conftest import ROOT, checkout
 from tests.support import ports, stock_core
 
@@ -98,28 +99,51 @@ def names(store: Any) -> list[str]:
     return [each["Key"] for each in store.list_objects_v2(Bucket="checkpoints").get("Contents", [])]
 
 
-def killed(version: str, folder: Path, store: Any, expected: list[str]) -> list[str]:
+def killed(
+    version: str, folder: Path, store: Any, storage: stalling_storage.Stalling, expected: list[str]
+) -> list[str]:
     """Kill a run in its second save, and return what is wrong with the next run."""
     place = ADDRESS.replace("/run", "/killed")
     flags = ["--save", place, "--load", place, "--save-interval", "2"]
     process = started(version, folder, *flags)
     said = _read_aside(process)
-    while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
-        time.sleep(0.02)
-    if process.poll() is not None:
-        return [
-            f"the run to be killed has ended: code {process.returncode}: {process.communicate()[0][-1500:]}"
-        ]
-    os.killpg(process.pid, signal.SIGKILL)
+    if not _kill_in_a_save(process, storage, said):
+        return [f"the run to be killed has ended: code {process.returncode}: {said()[-1500:]}"]
     first = losses(said())[:2]
-    if "killed/iter_0000004/_SUCCESS" in names(store):
-        return ["the run was killed too late: its second checkpoint is whole"]
+    if any_whole := _objects_of_a_part(store):
+        return [any_whole]
     code, text = trained(version, folder, *flags)
     faults = [] if code == 0 else [f"the run after a kill: code {code}: {text[-1500:]}"]
     if not re.search(r"loaded checkpoint from .* at iteration 2\b", text):
         faults.append(f"the run after a kill has not resumed from iteration 2: {text[-800:]}")
     whole = [*first, *losses(text)]
     return faults + ([] if whole == expected else [f"losses after a kill {whole}, without {expected}"])
+
+
+def _kill_in_a_save(
+    process: subprocess.Popen[str], storage: stalling_storage.Stalling, ended: Callable[[], str]
+) -> bool:
+    """Kill a run in its second save; return False if it has ended before.
+
+    Args:
+        ended: waits until all its processes have ended.
+    """
+    with storage.stopping("/checkpoints/killed/iter_0000004/"):
+        while process.poll() is None and not storage.reached.is_set():
+            time.sleep(0.05)
+        if process.poll() is not None:
+            return False
+        os.killpg(process.pid, signal.SIGKILL)
+        ended()
+    return True
+
+
+def _objects_of_a_part(store: Any) -> str:
+    """Return what is wrong if the second checkpoint is not there in part."""
+    there = [name for name in names(store) if "killed/iter_0000004/" in name]
+    if not there or "killed/iter_0000004/_SUCCESS" in there:
+        return f"the kill was not in the midst of the second checkpoint: {there}"
+    return ""
 
 
 def _read_aside(process: subprocess.Popen[str]) -> Callable[[], str]:
@@ -139,10 +163,13 @@ def _read_aside(process: subprocess.Popen[str]) -> Callable[[], str]:
     return all_of_it
 
 
-def ours(command: str, version: str, folder: Path, store: Any) -> list[str]:
+def ours(
+    command: str, version: str, folder: Path, store: Any, storage: stalling_storage.Stalling, address: str
+) -> list[str]:
     """Return what is wrong with ``--object-storage``: the disk is lost twice, once in the midst of a copy."""
-    found, faults = {}, []
-    for name, more in (("disk", []), ("storage", [FLAG, ADDRESS])):
+    found: dict[str, list[str]] = {}
+    faults: list[str] = []
+    for name, more in (("disk", []), ("storage", [FLAG, address])):
         place = folder / name
         flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", *more]
         for iterations in (2, 6):
@@ -158,23 +185,39 @@ def ours(command: str, version: str, folder: Path, store: Any) -> list[str]:
     whole = sorted(name for name in names(store) if name.endswith("/_SUCCESS"))
     if whole != [f"run/iter_000000{number}/_SUCCESS" for number in (2, 4, 6)]:
         faults.append(f"complete: {whole}")
-    return faults + _killed_in_a_copy(command, version, folder, store, found["disk"])
+    return faults + _killed_in_a_copy(
+        command,
+        version,
+        folder,
+        store,
+        storage,
+        (address.replace("/run", "/killed"), found["disk"]),
+    )
 
 
-def _killed_in_a_copy(command: str, version: str, folder: Path, store: Any, expected: list[str]) -> list[str]:
-    address, place = ADDRESS.replace("/run", "/killed"), folder / "killed"
+def _killed_in_a_copy(
+    command: str,
+    version: str,
+    folder: Path,
+    store: Any,
+    storage: stalling_storage.Stalling,
+    expected: tuple[str, list[str]],
+) -> list[str]:
+    """Kill a run in the copy of its second checkpoint, lose its disk, and return what is wrong with the next.
+
+    Args:
+        expected: the address, and the losses of a run without a kill.
+    """
+    address, place = expected[0], folder / "killed"
     flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", FLAG, address]
     first = of_ours(command, version, folder, 2, *flags)
     said = re.findall(machines.LOSS, first.communicate(timeout=1200)[0])
     process = of_ours(command, version, folder, 6, *flags)
     ended = _read_aside(process)
-    while process.poll() is None and not any("killed/iter_0000004/" in name for name in names(store)):
-        time.sleep(0.005)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    ended()
-    if "killed/iter_0000004/_SUCCESS" in names(store):
-        return ["the run was killed too late: its second checkpoint is whole"]
+    if not _kill_in_a_save(process, storage, ended):
+        return [f"the run to be killed has ended: code {process.returncode}: {ended()[-1500:]}"]
+    if any_whole := _objects_of_a_part(store):
+        return [any_whole]
     shutil.rmtree(place)
     process = of_ours(command, version, folder, 6, *flags)
     text = process.communicate(timeout=1200)[0]
@@ -182,7 +225,7 @@ def _killed_in_a_copy(command: str, version: str, folder: Path, store: Any, expe
     if "resuming from iteration 2" not in text:
         faults.append(f"after a kill it has not resumed from iteration 2: {text[-800:]}")
     said += re.findall(machines.LOSS, text)
-    return faults + ([] if said == expected else [f"losses after a kill {said}, without {expected}"])
+    return faults + ([] if said == expected[1] else [f"losses after a kill {said}, without {expected[1]}"])
 
 
 def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: str) -> subprocess.Popen[str]:
@@ -211,7 +254,7 @@ def losses(text: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", text)
 
 
-def look(version: str, folder: Path, store: Any) -> list[str]:
+def look(version: str, folder: Path, store: Any, storage: stalling_storage.Stalling) -> list[str]:
     """Return what is wrong."""
     faults = []
     both = {ADDRESS: "storage", str(folder / "disk"): "disk"}
@@ -233,7 +276,7 @@ def look(version: str, folder: Path, store: Any) -> list[str]:
     faults += [f"{each} has no _SUCCESS" for each in checkpoints if f"run/{each}/_SUCCESS" not in by_name]
     if not checkpoints or "run/latest_checkpointed_iteration.txt" not in by_name:
         faults.append(f"no checkpoint among {sorted(by_name)}")
-    faults += killed(version, folder, store, found["disk"])
+    faults += killed(version, folder, store, storage, found["disk"])
     for name, (flags, line) in REFUSED.items():
         code, text = trained(version, folder, *flags, "--save-interval", "2", ranks=1)
         if code != 1 or not re.search(line, text):
@@ -251,45 +294,40 @@ def main(argv: list[str] | None = None) -> int:
         "--command", nargs="+", default=["pretrain_gpt.py"], choices=["pretrain_gpt.py", "pretrain", "train"]
     )
     parser.add_argument(
+        "--scheme",
+        default="msc",
+        choices=["msc", "s3"],
+        help="of the address of pretrain and train",
+    )
+    parser.add_argument(
         "--output", type=Path, help="a JSON file of results, to which each version's is added"
     )
     given = parser.parse_args(argv)
     failed = False
     for version in given.version:
         for command in given.command:
-            faults = judged(command, version)
+            faults = judged(command, version, given.scheme)
             failed = failed or bool(faults)
-            print(f"{command} {version}: {'; '.join(faults) or 'as it should'}", flush=True)
+            print(f"{command} {version} {given.scheme}: {'; '.join(faults) or 'as it should'}", flush=True)
             if given.output:
-                machines.record(given.output, f"{command}/{version}", faults)
+                machines.record(given.output, f"{command}/{version}/{given.scheme}", faults)
     return int(failed)
 
 
-def judged(command: str, version: str) -> list[str]:
+def judged(command: str, version: str, scheme: str = "msc") -> list[str]:
     """Return what is wrong with a command and version, in a storage of its own."""
-    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
     port = ports.free_port()
-    of_moto = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(of_moto, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": url}
+    with stalling_storage.serving(port) as storage, tempfile.TemporaryDirectory() as name:
         store = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
-        for _ in range(60):
-            try:
-                store.create_bucket(Bucket="checkpoints")
-                break
-            except Exception:  # it is starting
-                time.sleep(1)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
-            return (
-                look(version, folder, store)
-                if command == "pretrain_gpt.py"
-                else ours(command, version, folder, store)
-            )
-    finally:
-        server.kill()
+        store.create_bucket(Bucket="checkpoints")
+        folder = Path(name)
+        (folder / "msc.yaml").write_text(CONFIG.format(url=url), encoding="utf-8")
+        if command == "pretrain_gpt.py":
+            return look(version, folder, store, storage)
+        address = ADDRESS if scheme == "msc" else "s3://checkpoints/run"
+        return ours(command, version, folder, store, storage, address)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ import contextlib
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
@@ -82,6 +85,8 @@ LAUNCHES = {
     "first": (["/bin/torchrun", "--nnodes", "2", *OURS], ("127.0.0.1", 29500, True, False)),
     "elastic": (["/bin/torchrun", *RENDEZVOUS, *OURS], ("127.0.0.1", 9, True, False)),
     "one-machine": ([*PYTHON, "--nproc-per-node", "2", *OURS], None),
+    "one-machine-with-a-store": ([*PYTHON, *RENDEZVOUS[1:], *OURS], ("127.0.0.1", 9, True, False)),
+    "a-free-port": ([*PYTHON, *RENDEZVOUS[1:3], "--rdzv-endpoint=localhost:0", *OURS], None),
     "another-program": ([*PYTHON, *MASTER, "train.py"], None),
     "a-rank": (["python", "-m", "megatron_npu", "run", "torchrun", *MASTER], None),
 }
@@ -127,38 +132,111 @@ def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: 
     assert store.get(f"{first_contact._prefix()}/failed").endswith(b" exited: no data. Pass some.")
 
 
+# what a program that is no store says to whom it accepts, and what is told of it; None closes the connection
+FOREIGN = {
+    "silent": (b"", "it accepts the connection, but does not answer"),
+    "closes": (None, "it closes the connection"),
+    "zeros": (bytes(1 << 16), r"it answers b'\\x00\\x00\\x00\\x00' to a ping"),
+    "http": (b"HTTP/1.1 400 Bad\r\n\r\n", "it answers b'HTTP' to a ping"),
+}
+
+
 @contextlib.contextmanager
-def _somebody() -> Iterator[int]:
+def _somebody(says: bytes | None = b"") -> Iterator[int]:
+    """Serve a port of a program that is not a store."""
+    held: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(server.accept()[0])
+                if says is None:
+                    held.pop().close()
+                else:
+                    held[-1].sendall(says)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for each in held:
+                each.close()
 
 
-def test_what_answers_and_is_no_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("command", ["pretrain", "doctor"])
+def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> None:
+    """torch's client waits without a limit for the answer of a program that accepts and says nothing."""
+    says, line = FOREIGN[kind]
+    with _somebody(says) as port:
+        flags = [*tiny.flags_for(Path())[:-2], "--mock-data"] if command == "pretrain" else ["--cluster"]
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        place = {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        words = [sys.executable, "-m", "megatron_npu", command, *flags]
+        env = {**tiny.environment(), **place, **WAIT}
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 100}
+        done = warm.run(words, env=env, modules=warm.DRIVER, **options)
+    assert done.returncode == 2, done.stderr
+    told = rf"error: rank 1 \(.*\) cannot reach MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(.*: {line}\)"
+    assert re.search(told, done.stderr), done.stderr
+    assert "choose another one on all machines" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_torchrun_is_ended_whose_store_is_another_program(nodes: str) -> None:
+    with _somebody() as port:
+        place = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
+        words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
+        env = {**tiny.environment(), **WAIT}
+        done = processes.run(words, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    line = rf"megatron_npu: error: torchrun on .* cannot reach --rdzv-endpoint 127\.0\.0\.1:{port} \(.*"
+    assert re.search(line + FOREIGN["silent"][1], done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_torchs_stores_answer(libuv: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    assert meeting_place.answers("127.0.0.1", store.port)
+    assert store.num_keys() == 0
+    meeting_place.require_no_other_program(
+        meeting_place.Place("rank 1", "127.0.0.1", store.port, False, False)
+    )
+
+
+def test_what_a_store_says_to_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.RENDEZVOUS_TIMEOUT.name, "1")
+    store = first_contact.serve(0)
 
     def refuse() -> None:
         raise RuntimeError("Ping failed\npage after page")
 
-    with _somebody() as port, pytest.raises(UsageError, match=r"answers there that is not .* Ping failed"):
-        meeting_place.connected(meeting_place.Place("rank 1", "127.0.0.1", port, False, True), refuse)
+    place = meeting_place.Place("rank 1", "127.0.0.1", store.port, False, True)
+    with pytest.raises(UsageError, match=r"the program there is not .* Ping failed"):
+        meeting_place.connected(place, refuse)
 
 
 def test_the_wait_is_logged_until_somebody_answers(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(meeting_place, "_SAY", 0.0)
     monkeypatch.setattr(meeting_place, "_PAUSE", 0.01)
     place = meeting_place.Place("rank 1 (node2)", "127.0.0.1", ports.free_port(), False, True)
-    servers: list[socket.socket] = []
+    stores: list[dist.TCPStore] = []
     refusal = meeting_place._refusal
 
     def later(host: str, port: int) -> str:
         said = refusal(host, port)
-        if not servers:
-            servers.append(socket.create_server((host, port)))
+        if not stores:
+            stores.append(first_contact.serve(port))
         return said
 
     monkeypatch.setattr(meeting_place, "_refusal", later)
     assert meeting_place.connected(place, lambda: "the store") == "the store"
-    servers[0].close()
     (said,) = capsys.readouterr().err.splitlines()
     assert re.search(r"rank 1 \(node2\) cannot reach .* still trying after 0 s\. Check that this is", said)
 

@@ -153,3 +153,17 @@ def test_a_rank_table_is_waited_for(settled, tmp_path, monkeypatch, capsys) -> N
         match=r"hccl.json has had the status initializing for .* only when the status is completed",
     ):
         settled({**POD, "RANK_TABLE_FILE": str(table)}, "train")
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "-1"])
+def test_what_is_no_port_is_refused(settled, port: str) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": port}
+    with pytest.raises(UsageError, match=f"MASTER_PORT must be a port from 1 to 65535, but got {port}. Ex"):
+        settled(rank, "pretrain")
+
+
+@pytest.mark.parametrize("given", [{}, {"MASTER_PORT": ""}])
+def test_a_port_that_is_empty_is_torchruns(settled, given: dict[str, str]) -> None:
+    """An empty one was a traceback of torch's."""
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1"}
+    assert settled(rank | given, "pretrain")["MASTER_PORT"] == "29500"
