@@ -395,7 +395,7 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
         UsageError, match=r"the split 'validation' has no column 'answers' \(its columns are 'question'"
     ):
         columns.find(there, roles, ())
-    with pytest.raises(UsageError, match="no column 'reply' in the split 'train'"):
+    with pytest.raises(UsageError, match="the split 'train' has no column 'reply'"):
         columns.find(there, roles, (("answers", "reply"),))
     with pytest.raises(
         UsageError,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import plan_devices
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake CUDA is compiled")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 def test_the_replay_of_cuda_is_within_two_per_cent_of_the_npu() -> None:
