@@ -36,7 +36,7 @@ from tests.support import stock_lm, tiny  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "equal" / "numbers.json"
 STOCK = "285068c8"
-VERSIONS = (STOCK, "0.12.1", "0.16.1", "0.19.2")
+VERSIONS = (STOCK, "0.12.1", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 TREES = {"0.20.0": "core_main_d98e8a64"}  # what is in checkouts/ under another name than its version
 STEPS = 10
 LIMIT = 900  # seconds of one start

@@ -18,16 +18,15 @@ from marked import finish
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from equal_numbers import LAYOUTS  # noqa: E402
+from equal_numbers import LAYOUTS, STOCK  # noqa: E402
+from equal_numbers import VERSIONS as MEASURED  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "equal" / "numbers.json"
 TRUTH = RESULTS.with_name("truth.json")
 PAGE = ROOT / "docs" / "explanation" / "equal-numbers.md"
 VERSIONS = {
-    "285068c8": "Megatron-LM 285068c8, its pretrain_gpt.py",
-    "0.12.1": "megatron-core 0.12.1, the built-in trainer",
-    "0.16.1": "megatron-core 0.16.1, the built-in trainer",
-    "0.19.2": "megatron-core 0.19.2, the built-in trainer",
+    STOCK: f"Megatron-LM {STOCK}, its pretrain_gpt.py",
+    **{one: f"megatron-core {one}, the built-in trainer" for one in MEASURED if one != STOCK},
 }
 COLUMNS = [(device, dtype) for device in ("cpu", "npu") for dtype in ("fp32", "bf16")]
 
@@ -48,9 +47,14 @@ with a single process on the CPU in fp32. The device `npu` is a simulated Ascend
 difference of 6e-8 is one unit in the last place. A difference of 0 means that the values are bitwise
 identical.
 
-A dash (–) means that the combination has not been measured yet. The runs of the built-in trainer that were
-measured at eaebf123 and older commits started from other initial weights than newer runs. 285068c8 supports
-neither context parallelism nor expert parallelism nor FSDP.
+A dash (–) means that the combination has not been measured yet. Main is on [its own
+page](../records/main.md).
+
+The runs of the built-in trainer that were measured at eaebf123 and older commits started from other initial
+weights than newer runs. 285068c8 supports neither context parallelism nor expert parallelism nor FSDP.
+"""
+NOT_YET = """The versions {} have not been measured yet;
+the oldest, a middle and the newest version came first.
 """
 
 
@@ -58,10 +62,15 @@ def page() -> str:
     """Return the text of the page."""
     rows: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     parts = [HEAD]
+    there = {row["version"] for row in rows}
+    missing = [version for version in VERSIONS if version not in there]
+    if missing:
+        parts.append(NOT_YET.format(", ".join(missing)))
     for version, title in VERSIONS.items():
         found = [row for row in rows if row["version"] == version]
-        parts.append(f"## {title}\n")
-        parts.append("\n".join(_table(found)) + "\n" if found else "Not measured yet.\n")
+        if found:
+            parts.append(f"## {title}\n")
+            parts.append("\n".join(_table(found)) + "\n")
     parts += _measured(rows)
     parts += _origins(json.loads(TRUTH.read_text(encoding="utf-8")))
     return "\n".join(parts)

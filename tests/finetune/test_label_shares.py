@@ -17,7 +17,9 @@ from torch.nn.functional import cross_entropy
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from tests.finetune import tasks_data, tiny_models  # noqa: E402
+from megatron_npu.finetune.data import loading  # noqa: E402
+from megatron_npu.finetune.run import ranks  # noqa: E402
+from tests.finetune import plain_tasks, tasks_data, tiny_models  # noqa: E402
 from tests.support import tiny, train_runs  # noqa: E402
 
 WORDS = [word for word in tiny_models.WORDS if word.isalpha()]
@@ -45,6 +47,8 @@ QUESTIONS = [
     }
     for words, at in CONTEXTS
 ]
+BLOCKS = 16  # of 32 tokens, of which each asks for another number of words
+TEXTS = [{"text": " ".join(WORDS[(n * k + k) % 30] for k in range(30))} for n in range(BLOCKS)]
 ITERATIONS, LR = 4, 3e-3
 FLAGS = ["--global-batch-size", "8", "--epochs", str(ITERATIONS), "--lr", str(LR), "--weight-decay", "0"]
 FLAGS += ["--log-interval", "1", "--eval-interval", "99", "--no-plot"]
@@ -164,6 +168,38 @@ def test_one_rank(micro_batch: int, task: str, place: Path, whole: Any) -> None:
     _, outcome = tasks_data.train(command(place, task, micro_batch))
     assert outcome.losses == pytest.approx(whole[task][0], rel=2e-6)
     assert outcome.grad_norms == pytest.approx(whole[task][1], rel=1e-5)
+
+
+def test_masked_words_in_one_micro_batch_in_sixteen_and_on_two_ranks(place: Path, tmp_path: Path) -> None:
+    """The masks are of the samples: the loop, which takes each batch whole, draws the same ones."""
+    model = tiny_models.bert(place / "masked")
+    for part in ("train", "validation"):
+        tasks_data.write_rows(place / "texts" / f"{part}.jsonl", TEXTS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    blocks, masked = plain_tasks.of("masked_lm", TEXTS, tokenizer)
+    sampling = loading.Sampling(BLOCKS, ranks.Ranks(), shuffle=True, whole=1, seed=1234)
+    loader = loading.Loader(blocks, masked, sampling=sampling, device=torch.device("cpu"))
+    batches = [next(loader.batches(epoch)) for epoch in range(ITERATIONS)]
+    asked = (batches[0]["labels"] != -100).sum(1)
+    assert len(blocks) == BLOCKS
+    assert len(set(asked.tolist())) > 4
+    waiting = iter(batches)
+    expected = loop(
+        transformers.BertForMaskedLM.from_pretrained(model), lambda model: model(**next(waiting)).loss
+    )
+    named = ["--task", "masked_lm", "--data-path", str(place / "texts")]
+    named += ["--pretrained-model-name-or-path", str(model), *FLAGS, "--seq-length", "32"]
+    named += ["--global-batch-size", str(BLOCKS)]
+    for micro_batch in (BLOCKS, 1):
+        _, outcome = tasks_data.train([*named, "--micro-batch-size", str(micro_batch)])
+        assert outcome.losses == pytest.approx(expected[0], rel=2e-6)
+        assert outcome.grad_norms == pytest.approx(expected[1], rel=1e-5)
+    log = ["--micro-batch-size", "2", "--json-log", str(tmp_path / "log")]
+    done = train_runs.train(*named, *log, processes=2)
+    assert done.returncode == 0, done.stderr
+    losses, norms = found(tmp_path / "log")
+    assert losses == pytest.approx(expected[0], rel=2e-6)
+    assert norms == pytest.approx(expected[1], rel=1e-5)
 
 
 EVALUATED: dict[str, tuple[str, str, Any]] = {
