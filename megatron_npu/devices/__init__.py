@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
@@ -11,6 +14,7 @@ from megatron_npu.devices.base import Device, MemoryStatistics
 from megatron_npu.devices.cpu import CpuDevice
 from megatron_npu.devices.cuda import CudaDevice
 from megatron_npu.devices.npu import NpuDevice
+from megatron_npu.process import visible_devices
 
 __all__ = [
     "CpuDevice",
@@ -34,10 +38,14 @@ def select(name: str) -> Device:
     ``auto`` selects the first available device.
 
     Raises:
-        UsageError: the named device is not available.
+        UsageError: the named device is not available; or an environment variable selects NPUs, but none of
+            them exists, and ``auto`` would silently use the CPU.
     """
     if name == "auto":
-        return next(device for device in every() if device.absence() is None)
+        device = next(device for device in every() if device.absence() is None)
+        if device.is_host:
+            _require_no_chosen_npus()
+        return device
     device = _KINDS[name]()
     reason = device.absence()
     if reason is not None:
@@ -46,6 +54,18 @@ def select(name: str) -> Device:
             f"Install what is missing, or set {settings.DEVICE.name}=auto."
         )
     return device
+
+
+def _require_no_chosen_npus() -> None:
+    chosen = visible_devices.listed(visible_devices.ASCEND)
+    # without an importable torch_npu, there are no NPUs, and the variable is another machine's
+    if chosen and hasattr(torch, "npu") and not torch.npu.is_available():
+        value = os.environ[visible_devices.ASCEND]
+        raise UsageError(
+            f"{visible_devices.ASCEND} or {visible_devices.CUDA} selects the NPUs {value}, but this machine "
+            "has no such NPUs",
+            remedy=f"List existing NPUs, or set {settings.DEVICE.name}=cpu.",
+        )
 
 
 def every() -> list[Device]:

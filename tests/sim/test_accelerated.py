@@ -68,6 +68,18 @@ def test_ranks_are_those_of_the_devices_that_are_listed(simulated):
     )
 
 
+def test_devices_that_are_listed_but_do_not_exist_are_an_error(simulated, tmp_path):
+    """A run on the CPU in their place would go unnoticed."""
+    script = tmp_path / "mine.py"
+    script.write_text("import torch\nprint(torch.ones(2).cuda().device)\n")
+    start = [sys.executable, "-m", "megatron_npu", "run", "--redirect", str(script)]
+    done = simulated("env", *start, MEGATRON_NPU_SIM_DEVICES="2", CUDA_VISIBLE_DEVICES="4,5")
+    assert done.returncode == 2
+    assert "selects the NPUs 4,5, but this machine has no such NPUs. List existing NPUs" in done.stdout
+    hidden = simulated("env", *start, MEGATRON_NPU_SIM_DEVICES="2", CUDA_VISIBLE_DEVICES="-1")
+    assert hidden.stdout.splitlines()[-1] == "cpu"
+
+
 @pytest.fixture(scope="module")
 def memory(simulated, tmp_path_factory):
     """Scheme -> bytes of a rank of two, measured and by arithmetic."""
