@@ -90,14 +90,26 @@ def test_one_too_many_stops_and_so_does_the_first_by_default(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("rows.jsonl", b"".join(LINES[i] for i in (0, 2, 3, 1, 7)), "rows.jsonl:4: it is not valid JSON"),
+        (
+            "rows.jsonl",
+            b"".join(LINES[i] for i in (0, 2, 3, 1, 7)),
+            "rows.jsonl:4: the line is not valid JSON",
+        ),
         (
             "rows.jsonl",
             LINES[0] + b'{"sentence": "cut", "label":\n' + LINES[2],
-            "rows.jsonl:2: it is not valid JSON (Expecting value: column 29).",
+            "rows.jsonl:2: the line is not valid JSON (Expecting value: column 29).",
         ),
-        ("rows.json", LINES[0] + LINES[6] + LINES[7], "rows.json:2: it is JSON of type list, not an object"),
-        ("rows.csv", b"sentence,label\none,0\ntwo,1,2\n", "rows.csv:3: it has 3 cells, but the header has 2"),
+        (
+            "rows.json",
+            LINES[0] + LINES[6] + LINES[7],
+            "rows.json:2: the line is JSON of type list, not an object",
+        ),
+        (
+            "rows.csv",
+            b"sentence,label\none,0\ntwo,1,2\n",
+            "rows.csv:3: the row has 3 cells, but the header has 2",
+        ),
     ],
 )
 def test_by_default_the_line_its_fault_and_the_flag_are_told(tmp_path, name, text, told):

@@ -179,7 +179,7 @@ def _no_object(text: str) -> str:
     try:
         value = json.loads(text.rstrip())
     except json.JSONDecodeError as error:  # whose own "line 1" is not the file's
-        return f"it is not valid JSON ({error.msg}: column {error.colno})"
+        return f"the line is not valid JSON ({error.msg}: column {error.colno})"
     except (ValueError, RecursionError) as error:
         return f"the line is not valid JSON ({error})"
     return (
