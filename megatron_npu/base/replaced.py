@@ -24,6 +24,11 @@ class Replaced:
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
+    def set_once(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute like ``set``, unless something is replaced already."""
+        if not self:
+            self.set(owner, name, value)
+
     def undo(self) -> None:
         """Restore all attributes, the last change first."""
         while self._originals:

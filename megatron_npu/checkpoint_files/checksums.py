@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
         FileNotFoundError: a rank does not see a file that another rank wrote, or a shard named in the index
             is missing. Raised on all ranks.
     """
-    rank, ranks = _place()
+    rank, ranks = place()
     several = disks.several()
     disks.complete(folder)
     found = {path.relative_to(folder).as_posix(): path for path in _all(folder)}
@@ -57,7 +57,7 @@ def write(folder: Path) -> None:
             name: _entry(found[name])
             for name in [*found][several.members.index(rank) :: len(several.members)]
         }
-    parts = _gathered(own, ranks)
+    parts = gathered(own, ranks)
     if rank == (0 if several is None else several.first):
         together = {name: entry for part in parts for name, entry in part.items()}
         content = {"algorithm": ALGORITHM, "files": dict(sorted(together.items()))}
@@ -74,14 +74,15 @@ def forget(folder: Path) -> None:
     files.remove_abandoned(folder / NAME)
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
     """Return this rank and the number of ranks, or 0 and 1 in a single-process run."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _gathered(own: Any, ranks: int) -> list[Any]:
+def gathered(own: Any, ranks: int) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks."""
     import torch.distributed as dist
 
     parts = [own] * ranks
@@ -117,7 +118,7 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     Raises:
         UsageError: a file is damaged; raised on every rank, unless the block failed.
     """
-    rank, ranks = _place()
+    rank, ranks = place()
     entries, faults = _entries(folder)
     if ranks == 1:
         disks.require_whole(folder)
@@ -125,13 +126,13 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
     large = [name for name in own if int(entries[name][0]) > _SMALL]
     faults += _faults(folder, entries, set(own) - set(large))
     faults += [f"{name} {fault}" for name in large if (fault := _size_fault(folder / name, entries[name]))]
-    _require_none(folder, _gathered(faults, ranks), remedy)
+    _require_none(folder, gathered(faults, ranks), remedy)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(_faults, folder, entries, large, _BESIDE, stop)
         try:
             yield
-            found = _gathered(later.result(), ranks)
+            found = gathered(later.result(), ranks)
         except (KeyboardInterrupt, GeneratorExit):
             stop.set()
             raise
@@ -267,9 +268,9 @@ def newest_whole(root: str | Path) -> int | None:
     Raises:
         UsageError: there are checkpoints, but none of them is undamaged.
     """
-    rank, ranks = _place()
+    rank, ranks = place()
     own = newest_verified(Path(root)) if rank == 0 else None
-    iteration, passed = _gathered(own, ranks)[0]
+    iteration, passed = gathered(own, ranks)[0]
     if iteration is None and passed:
         raise UsageError(
             f"--load {root} --load-last-good: none of the {len(passed)} checkpoints has files that match "

@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, disks
+from megatron_npu.checkpoint_files import checksums, disks, trackers
 
 MARK = "_SUCCESS"
 FLAG = "--object-storage"
-_TRACKER = "latest_checkpointed_iteration.txt"
 _LOCK = ".fetch.lock"
 _ATTEMPTS, _PAUSE = 3, 2.0  # seconds before the second attempt, twice as many before the third
 _T = TypeVar("_T")
@@ -139,7 +136,8 @@ def _own(folder: Path) -> list[str]:
     )
     several = disks.several()
     if several is None:
-        return names[_rank() :: dist.get_world_size() if dist.is_initialized() else 1]
+        rank, ranks = checksums.place()
+        return names[rank::ranks]
     shards = [name for name in names if disks.is_shard(name)]
     own = shards[several.members.index(_rank()) :: len(several.members)]
     return own + (sorted(set(names) - set(shards)) if _rank() == 0 else [])
@@ -162,7 +160,7 @@ def _put(storage: Storage, folder: Path, names: list[str]) -> None:
 def _declare(storage: Storage, name: str) -> None:
     """Write the mark, and then the tracker."""
     _retried(lambda: storage.write("", name, MARK))
-    _retried(lambda: storage.write(name.removeprefix("iter_").lstrip("0") + "\n", _TRACKER))
+    _retried(lambda: storage.write(name.removeprefix("iter_").lstrip("0") + "\n", trackers.TRACKER))
 
 
 def _together(storage: Storage, folder: Path, work: Callable[[], object]) -> None:
@@ -176,10 +174,7 @@ def _together(storage: Storage, folder: Path, work: Callable[[], object]) -> Non
         work()
     except Exception as error:  # each client has its own
         reason = f"{type(error).__name__}: {str(error)[:300] or 'no reason given'}"
-    reasons: list[Any] = [reason]
-    if dist.is_initialized():
-        reasons = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
+    reasons = checksums.gathered(reason, checksums.place()[1])
     if failed := [(rank, each) for rank, each in enumerate(reasons) if each]:
         rank, each = failed[0]
         raise UploadError(
@@ -197,7 +192,7 @@ def _retried(work: Callable[[], _T]) -> _T:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return checksums.place()[0]
 
 
 # -- loading
@@ -262,7 +257,7 @@ def _bring(storage: Storage, root: Path, iteration: int) -> None:
             _retried(functools.partial(storage.system.get_file, storage.path(name, each), str(part / each)))
         files.replace_folder(root / name, part)
         print(f" fetched {root / name} from {storage.address}", flush=True)
-    tracker = root / _TRACKER
+    tracker = root / trackers.TRACKER
     text = f"{iteration}\n"
     if not tracker.is_file() or tracker.read_text(encoding="utf-8", errors="replace") != text:
         files.write(tracker, text)

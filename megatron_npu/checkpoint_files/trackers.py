@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megatron_npu.checkpoint_files import checksums
 
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name
+
 
 @functools.cache
 def tell_of_newer(place: Path) -> None:

@@ -197,7 +197,6 @@ def _refusal(host: str, port: int) -> str:
         return f"no answer within {_TRY:.0f} s{_resolved(host)}"
     except OSError as error:
         return f"{os.strerror(error.errno) if error.errno else error}{_resolved(host)}"
-    return ""
 
 
 def _fault_of_answer(connection: socket.socket) -> str:

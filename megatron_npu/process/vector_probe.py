@@ -53,8 +53,7 @@ def guard(module: ModuleType) -> None:
 
     A second call has no effect.
     """
-    if not _replaced:
-        _replaced.set(module, "subprocess", importlib.import_module(__name__))
+    _replaced.set_once(module, "subprocess", importlib.import_module(__name__))
 
 
 def release() -> None:

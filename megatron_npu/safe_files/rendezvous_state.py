@@ -81,8 +81,7 @@ def guard(module: ModuleType) -> None:
 
     A second call has no effect.
     """
-    if not _replaced:
-        _replaced.set(module, "pickle", importlib.import_module(__name__))
+    _replaced.set_once(module, "pickle", importlib.import_module(__name__))
 
 
 def release() -> None:

@@ -24,7 +24,7 @@ from megatron_npu.options.shared_flags import add_shared
 WHY = "upstream silently loads files with flipped bits, and continues training with wrong weights"
 WHY_VERIFY = "--no-verify-checkpoint: neither write nor compare checksums"
 WHY_FLAGS = f"{WHY_VERIFY}; --load-last-good: skip damaged checkpoints"
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+TRACKER, RELEASE = trackers.TRACKER, "release"
 REMEDY = (
     "--load-last-good loads the newest undamaged checkpoint (`megatron-npu checkpoint verify` shows "
     "which are undamaged)."

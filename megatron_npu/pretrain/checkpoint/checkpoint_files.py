@@ -14,7 +14,7 @@ from megatron_npu.base import digits, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import trackers
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = trackers.TRACKER
 RELEASE = "release"  # Megatron's name, in tracker and directory, for weights that no run has trained here
 DESCRIPTION = "arguments.json"
 DESCRIPTION_OF_TRAIN = "run.json"  # the same of ``megatron-npu train``
