@@ -77,7 +77,7 @@ def opened(address: str) -> Storage:
     """Return the storage at an address.
 
     Raises:
-        UsageError: the address is none, or the package for it is not installed.
+        UsageError: the text is not an address, or the package for its scheme is not installed.
     """
     scheme = address.partition("://")[0]
     if "://" not in address:
@@ -144,7 +144,10 @@ def _own(folder: Path) -> list[str]:
 
 
 def _forget(storage: Storage, name: str) -> None:
-    """Remove an earlier copy of the checkpoint, the mark first: a run went back, or was killed in between."""
+    """Remove an earlier copy of the checkpoint, such as that of a killed run.
+
+    The mark goes first.
+    """
     if storage.system.exists(storage.path(name, MARK)):
         storage.system.rm_file(storage.path(name, MARK))
     for each in storage.sizes(name):

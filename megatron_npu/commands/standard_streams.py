@@ -7,7 +7,7 @@ import sys
 
 
 def open_closed() -> None:
-    """Open /dev/null in the place of each closed standard stream.
+    """Replace each closed standard stream with /dev/null.
 
     Otherwise Python has None instead of a stream, and the next file that is opened gets the closed stream's
     number: what a library or a child process prints would be written into a checkpoint.
