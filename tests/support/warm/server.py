@@ -49,6 +49,7 @@ def main() -> None:
     """Serve until the owner ends; in a fork, return when the fork's program has ended."""
     address, owner, *modules = sys.argv[1:]
     ending = Ending()  # before the imports: what registers first is called last
+    gc.disable()  # what is imported stays
     for name in modules:
         _import(name)
     threads = len(os.listdir("/proc/self/task"))
@@ -56,6 +57,7 @@ def main() -> None:
         sys.exit(f"{threads} threads after the imports of {modules}")
     gc.collect()
     gc.freeze()
+    gc.enable()
     if "torch" in modules:
         _shorten_torchs_ways()
     _shorten_megatrons_ways()
