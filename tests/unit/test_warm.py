@@ -42,6 +42,15 @@ def test_what_a_fork_starts_is_a_fork_where_that_is_asked_for(forked: bool) -> N
     assert done.stdout == f"{forked}\n", done.stderr
 
 
+@pytest.mark.parametrize("name", ["MEGATRON_NPU_WATCHDOG", "MEGATRON_NPU_RENDEZVOUS_TIMEOUT"])
+def test_what_only_a_run_reads_needs_no_other_parent(name: str) -> None:
+    def program(**changes: str) -> str:
+        return warm.ready([sys.executable], tiny.environment() | changes, ("json.tool",))[0][0]
+
+    assert program(**{name: "1"}) == program()
+    assert program(MEGATRON_NPU_VERIFY="norm") != program(), "Megatron's import reads it"
+
+
 def test_environment_folder_and_search_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'found'\n")
     (tmp_path / "script.py").write_text(

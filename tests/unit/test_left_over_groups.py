@@ -1,0 +1,49 @@
+"""Process groups that tests leave as garbage end: their threads would wake a hundred times per second."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests import conftest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted on Linux only")
+MANY = conftest._IDLE // 3 + 1  # each has three threads
+
+
+@pytest.fixture
+def threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Leave many groups in a cycle; give the numbers of threads before and with them."""
+    before = len(os.listdir(conftest._THREADS))
+    monkeypatch.setitem(conftest._left_over, "threads", before)
+    gc.disable()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    cycle: list[object] = [dist.new_group([0]) for _ in range(MANY)]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+    del cycle
+    yield [before, len(os.listdir(conftest._THREADS))]
+    gc.enable()
+    gc.collect()
+
+
+def test_garbage_is_collected(threads: list[int]) -> None:
+    before, with_groups = threads
+    assert with_groups - before > conftest._IDLE
+    conftest._end_idle_threads()
+    assert len(os.listdir(conftest._THREADS)) <= before + 3
+    assert conftest._left_over["threads"] <= before + 3
+
+
+def test_a_few_are_left_to_the_collector(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, with_groups = threads
+    monkeypatch.setattr(conftest, "_IDLE", with_groups)
+    conftest._end_idle_threads()
+    assert len(os.listdir(conftest._THREADS)) == with_groups
+    assert conftest._left_over["threads"] == before
