@@ -64,6 +64,7 @@ LAYOUTS = {
     "tensor-in-data-across": "2 machines of 2 ranks, tensor parallel inside",
     "data-parallel-of-four": "2 machines of 2 ranks, data parallel",
     "three-machines": "3 machines, data parallel",
+    "pipeline-of-three": "3 machines, 3 pipeline stages",
     "npu": "2 machines with a simulated NPU each, data parallel",
     "npu-pipeline": "2 machines with a simulated NPU each, 2 pipeline stages",
     "npu-tensor-in-data-across": "2 machines with 2 simulated NPUs each, tensor parallel inside",
@@ -147,6 +148,47 @@ and the script of 0.16.1 in the format `torch` with two tensor-parallel ranks).
 """
 
 
+# Of each layout of LAYOUTS: the column of the table of what is covered.
+COLUMNS = {
+    "": "DP, 2",
+    "data-parallel": "DP, 2",
+    "data-parallel-of-four": "DP, 2",
+    "three-machines": "DP, 3",
+    "pipeline": "PP, 2",
+    "pipeline-of-three": "PP, 3",
+    "tensor-in-data-across": "TP, 2",
+    "npu": "NPU DP, 2",
+    "npu-pipeline": "NPU PP, 2",
+    "npu-tensor-in-data-across": "NPU TP, 2",
+}
+COVERED_HEAD = """## What is not covered
+
+Number of the commands with which each fault was tried, of five with data parallelism (DP) and of four
+with two or three pipeline stages (PP) or tensor parallelism inside machines and data parallelism across
+them (TP): `train` has these two only for models of megatron-core. The number of machines follows the
+layout.
+
+"""
+COVERED_TAIL = """
+Not tried on simulated NPUs: three machines. Not tried at all: tensor parallelism on three machines. The
+reasons:
+
+- `private-save`, `loopback`, `firewall`, `wrong-address` and `hccl-address` end a run at its start,
+  before there are groups of a layout. They are found by code that is the same on all devices and does
+  not read the layout.
+- `parts`, `private-load` and `preempted` depend on which rank writes which file, so they were also
+  tried with pipeline stages, with one script of megatron-core and with `pretrain`. The files are
+  written in the same way on a simulated NPU.
+- `cut-for-a-while` depends on the transport (gloo, or the simulated HCCL's sockets) rather than on the
+  layout.
+- Three machines differ from two in that there is a rank that neither fails nor serves the store.
+- `kernels`, `elastic` and `doctor` were tried with the commands that compile kernels or can run
+  elastically.
+- Each such trial needs about a minute of two cores; the whole product would be 624 trials.
+
+"""
+
+
 STORAGE_HEAD = """## Checkpoints in object storage
 
 `tests/campaign/object_storage.py`, two ranks on a CPU, moto's S3, six iterations. The script of
@@ -186,7 +228,22 @@ def page(found: dict[str, Any], asked: list[str], storage: dict[str, Any]) -> st
                 f"{what[0].upper()}{what[1:]}.\n" if what[0] != "`" else f"{what}.\n",
                 _table(mine),
             ]
-    return "\n".join([*parts, _commits(found), _storage(storage), TAIL])
+    return "\n".join([*parts, _covered(found), _commits(found), _storage(storage), TAIL])
+
+
+def _covered(found: dict[str, Any]) -> str:
+    """Return the section on which commands each fault was tried with, by layout and machines."""
+    tried: dict[tuple[str, str], set[str]] = {}
+    for name in found:
+        harm, layout, command = parsed(name)
+        column = "DP, 3" if (harm, layout) == ("killed", "") else COLUMNS[layout]
+        tried.setdefault((harm, column), set()).add(command)
+    columns = dict.fromkeys(COLUMNS.values())
+    lines = [f"| fault | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for harm in dict.fromkeys(harm for harm, _ in tried):
+        cells = [str(len(tried.get((harm, column), ()))) for column in columns]
+        lines.append(f"| `{harm}` | {' | '.join(cells)} |")
+    return "\n".join([COVERED_HEAD + lines[0], *lines[1:], COVERED_TAIL])
 
 
 def _storage(found: dict[str, Any]) -> str:
