@@ -191,7 +191,7 @@ reasons:
 
 STORAGE_HEAD = """## Checkpoints in object storage
 
-`tests/campaign/object_storage.py`, two ranks on a CPU, moto's S3, six iterations. The script of
+`tests/campaign/object_storage.py`, two ranks on a CPU unless stated, moto's S3, six iterations. The script of
 megatron-core saves to `msc://`, resumes from there, and is refused with the unsupported flags. `pretrain` and
 `train` save to a disk, which is lost, and copy to the address of `--object-storage`. Losses are compared with
 those of a run that saves to a disk only; each complete checkpoint must contain `_SUCCESS`; and after SIGKILL
@@ -253,7 +253,7 @@ def _storage(found: dict[str, Any]) -> str:
         command, version, scheme, *part = name.split("/")
         told = "; ".join(each.replace("|", "/")[:200] for each in row["faults"])
         cells = f"`{command}`", version, f"`{scheme}://`", f"no: {told}" if told else "yes"
-        only = " (only the kill in a save)" if part else ""
+        only = {"killed": " (only the kill in a save)", "one": " (one process)"}.get("".join(part), "")
         lines.append(f"| {' | '.join(cells)}{only} | {row['date']}, {row['commit']} |\n")
     return STORAGE_HEAD + "".join(lines)
 
