@@ -138,8 +138,27 @@ Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2
   rank table was completed after 25 seconds (`train`), trained one model.
 - The scripts of 0.19.1 and 0.20.0 with `--enable-msc` (`tests/campaign/object_storage.py`): each checkpoint
   in moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume
-  with `--async-save`, and the unsupported flags were refused. A kill during a save was not shown with these
-  versions: the second checkpoint was complete before the kill.
+  with `--async-save`, and the unsupported flags were refused.
+
+Typed on two such machines later (2026-11-27, commit 98dce006):
+
+- `mpirun` of OpenMPI 4.1.4, with a remote shell between the machines: without `-x MASTER_ADDR` both tasks
+  ended with one line that asks for it; with it, `pretrain` trained with data parallel size 2, and its two
+  losses equal those of torchrun.
+- The command of the tutorial's section on simulated NPUs (two iterations): both launchers ended with exit
+  code 0.
+- `--exit-duration-in-mins 1` on two machines: the run stopped at iteration 8 (`stopping at iteration 8:
+  exit-duration`) and saved it.
+
+The scripts of 0.19.1 and 0.20.0 were also killed during their second save to moto's S3 (same commit), while
+the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a
+disk. Since 0.19, upstream's second report after a start is the mean of the first two steps: after a resume
+from iteration 2, the loss printed for iteration 4 (6.912382) is the mean of 6.915168 and 6.909595. A
+comparison with an unbroken run must allow for this.
+
+A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1`
+(commit 780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective,
+and the run ended with exit code 1 before the copy was done.
 
 The short form in the test suite (`tests/distributed/test_two_machines.py`) starts two launchers, each with
 its own folder. It tests that a private `--save` is rejected, and that a run can resume from the parts of a
