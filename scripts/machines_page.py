@@ -154,7 +154,8 @@ The scripts of 0.19.1 and 0.20.0 were also killed during their second save to mo
 the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a
 disk. Since 0.19, upstream's second report after a start is the mean of the first two steps: after a resume
 from iteration 2, the loss printed for iteration 4 (6.912382) is the mean of 6.915168 and 6.909595. A
-comparison with an unbroken run must allow for this.
+comparison with an unbroken run must allow for this: a run of 0.19.1 that resumed from a disk printed the
+same six losses as the one that was killed.
 
 A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1`
 (commit 780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective,
@@ -195,8 +196,8 @@ reasons:
 - `private-save`, `loopback`, `firewall`, `wrong-address` and `hccl-address` end a run at its start,
   before there are groups of a layout. They are found by code that is the same on all devices and does
   not read the layout.
-- `parts`, `private-load` and `preempted` depend on which rank writes which file, so they were also
-  tried with pipeline stages, with one script of megatron-core and with `pretrain`. The files are
+- `parts`, `private-load` and `preempted` depend on which rank writes which file, so the campaign lists
+  them with pipeline stages, too, with one script of megatron-core and with `pretrain`. The files are
   written in the same way on a simulated NPU.
 - `cut-for-a-while` depends on the transport (gloo, or the simulated HCCL's sockets) rather than on the
   layout.
