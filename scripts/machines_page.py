@@ -64,6 +64,7 @@ LAYOUTS = {
     "tensor-in-data-across": "2 machines of 2 ranks, tensor parallel inside",
     "data-parallel-of-four": "2 machines of 2 ranks, data parallel",
     "three-machines": "3 machines, data parallel",
+    "pipeline-of-three": "3 machines, 3 pipeline stages",
     "npu": "2 machines with a simulated NPU each, data parallel",
     "npu-pipeline": "2 machines with a simulated NPU each, 2 pipeline stages",
     "npu-tensor-in-data-across": "2 machines with 2 simulated NPUs each, tensor parallel inside",
@@ -137,8 +138,28 @@ Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2
   rank table was completed after 25 seconds (`train`), trained one model.
 - The scripts of 0.19.1 and 0.20.0 with `--enable-msc` (`tests/campaign/object_storage.py`): each checkpoint
   in moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume
-  with `--async-save`, and the unsupported flags were refused. A kill during a save was not shown with these
-  versions: the second checkpoint was complete before the kill.
+  with `--async-save`, and the unsupported flags were refused.
+
+Typed on two such machines later (2026-11-27, commit 98dce006):
+
+- `mpirun` of OpenMPI 4.1.4, with a remote shell between the machines: without `-x MASTER_ADDR` both tasks
+  ended with one line that asks for it; with it, `pretrain` trained with data parallel size 2, and its two
+  losses equal those of torchrun.
+- The command of the tutorial's section on simulated NPUs (two iterations): both launchers ended with exit
+  code 0.
+- `--exit-duration-in-mins 1` on two machines: the run stopped at iteration 8 (`stopping at iteration 8:
+  exit-duration`) and saved it.
+
+The scripts of 0.19.1 and 0.20.0 were also killed during their second save to moto's S3 (same commit), while
+the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a
+disk. Since 0.19, upstream's second report after a start is the mean of the first two steps: after a resume
+from iteration 2, the loss printed for iteration 4 (6.912382) is the mean of 6.915168 and 6.909595. A
+comparison with an unbroken run must allow for this: a run of 0.19.1 that resumed from a disk printed the
+same six losses as the one that was killed.
+
+A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1`
+(commit 780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective,
+and the run ended with exit code 1 before the copy was done.
 
 The short form in the test suite (`tests/distributed/test_two_machines.py`) starts two launchers, each with
 its own folder. It tests that a private `--save` is rejected, and that a run can resume from the parts of a
@@ -147,9 +168,50 @@ and the script of 0.16.1 in the format `torch` with two tensor-parallel ranks).
 """
 
 
+# Of each layout of LAYOUTS: the column of the table of what is covered.
+COLUMNS = {
+    "": "DP, 2",
+    "data-parallel": "DP, 2",
+    "data-parallel-of-four": "DP, 2",
+    "three-machines": "DP, 3",
+    "pipeline": "PP, 2",
+    "pipeline-of-three": "PP, 3",
+    "tensor-in-data-across": "TP, 2",
+    "npu": "NPU DP, 2",
+    "npu-pipeline": "NPU PP, 2",
+    "npu-tensor-in-data-across": "NPU TP, 2",
+}
+COVERED_HEAD = """## What is not covered
+
+Number of the commands with which each fault was tried, of five with data parallelism (DP) and of four
+with two or three pipeline stages (PP) or tensor parallelism inside machines and data parallelism across
+them (TP): `train` has these two only for models of megatron-core. The number of machines follows the
+layout.
+
+"""
+COVERED_TAIL = """
+Not tried on simulated NPUs: three machines. Not tried at all: tensor parallelism on three machines. The
+reasons:
+
+- `private-save`, `loopback`, `firewall`, `wrong-address` and `hccl-address` end a run at its start,
+  before there are groups of a layout. They are found by code that is the same on all devices and does
+  not read the layout.
+- `parts`, `private-load` and `preempted` depend on which rank writes which file, so the campaign lists
+  them with pipeline stages, too, with one script of megatron-core and with `pretrain`. The files are
+  written in the same way on a simulated NPU.
+- `cut-for-a-while` depends on the transport (gloo, or the simulated HCCL's sockets) rather than on the
+  layout.
+- Three machines differ from two in that there is a rank that neither fails nor serves the store.
+- `kernels`, `elastic` and `doctor` were tried with the commands that compile kernels or can run
+  elastically.
+- Each such trial needs about a minute of two cores; the whole product would be 624 trials.
+
+"""
+
+
 STORAGE_HEAD = """## Checkpoints in object storage
 
-`tests/campaign/object_storage.py`, two ranks on a CPU, moto's S3, six iterations. The script of
+`tests/campaign/object_storage.py`, two ranks on a CPU unless stated, moto's S3, six iterations. The script of
 megatron-core saves to `msc://`, resumes from there, and is refused with the unsupported flags. `pretrain` and
 `train` save to a disk, which is lost, and copy to the address of `--object-storage`. Losses are compared with
 those of a run that saves to a disk only; each complete checkpoint must contain `_SUCCESS`; and after SIGKILL
@@ -186,7 +248,22 @@ def page(found: dict[str, Any], asked: list[str], storage: dict[str, Any]) -> st
                 f"{what[0].upper()}{what[1:]}.\n" if what[0] != "`" else f"{what}.\n",
                 _table(mine),
             ]
-    return "\n".join([*parts, _commits(found), _storage(storage), TAIL])
+    return "\n".join([*parts, _covered(found), _commits(found), _storage(storage), TAIL])
+
+
+def _covered(found: dict[str, Any]) -> str:
+    """Return the section on which commands each fault was tried with, by layout and machines."""
+    tried: dict[tuple[str, str], set[str]] = {}
+    for name in found:
+        harm, layout, command = parsed(name)
+        column = "DP, 3" if (harm, layout) == ("killed", "") else COLUMNS[layout]
+        tried.setdefault((harm, column), set()).add(command)
+    columns = dict.fromkeys(COLUMNS.values())
+    lines = [f"| fault | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for harm in dict.fromkeys(harm for harm, _ in tried):
+        cells = [str(len(tried.get((harm, column), ()))) for column in columns]
+        lines.append(f"| `{harm}` | {' | '.join(cells)} |")
+    return "\n".join([COVERED_HEAD + lines[0], *lines[1:], COVERED_TAIL])
 
 
 def _storage(found: dict[str, Any]) -> str:
@@ -196,7 +273,7 @@ def _storage(found: dict[str, Any]) -> str:
         command, version, scheme, *part = name.split("/")
         told = "; ".join(each.replace("|", "/")[:200] for each in row["faults"])
         cells = f"`{command}`", version, f"`{scheme}://`", f"no: {told}" if told else "yes"
-        only = " (only the kill in a save)" if part else ""
+        only = {"killed": " (only the kill in a save)", "one": " (one process)"}.get("".join(part), "")
         lines.append(f"| {' | '.join(cells)}{only} | {row['date']}, {row['commit']} |\n")
     return STORAGE_HEAD + "".join(lines)
 

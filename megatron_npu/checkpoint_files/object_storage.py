@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
-from megatron_npu.checkpoint_files import checksums, disks, trackers
+from megatron_npu.checkpoint_files import checksums, disks, patience, trackers
 
 MARK = "_SUCCESS"
 FLAG = "--object-storage"
 _LOCK = ".fetch.lock"
+_UNFINISHED = ".unfinished"
 _ATTEMPTS, _PAUSE = 3, 2.0  # seconds before the second attempt, twice as many before the third
 _T = TypeVar("_T")
 
@@ -167,16 +168,21 @@ def _declare(storage: Storage, name: str) -> None:
 
 
 def _together(storage: Storage, folder: Path, work: Callable[[], object]) -> None:
-    """Do this rank's part of something, and wait for the others.
+    """Do this rank's part of something, and wait for the others, which may take as long as they need.
 
     Raises:
         UploadError: a rank has failed.
     """
-    reason = None
-    try:
-        work()
-    except Exception as error:  # each client has its own
-        reason = f"{type(error).__name__}: {str(error)[:300] or 'no reason given'}"
+    reason: str | None = None
+
+    def tried() -> None:
+        nonlocal reason
+        try:
+            work()
+        except Exception as error:  # each client has its own
+            reason = f"{type(error).__name__}: {str(error)[:300] or 'no reason given'}"
+
+    patience.done_by_all(tried)
     reasons = checksums.gathered(reason, checksums.place()[1])
     if failed := [(rank, each) for rank, each in enumerate(reasons) if each]:
         rank, each = failed[0]
@@ -252,18 +258,54 @@ def _bring(storage: Storage, root: Path, iteration: int) -> None:
     name = f"iter_{iteration:07d}"
     sizes = _retried(lambda: storage.sizes(name))
     if not _is_there(storage, root / name, sizes):
-        part = root / f".{name}.{uuid.uuid4().hex}.fetch"
-        for left in root.glob(".iter_*.fetch"):
-            shutil.rmtree(left, ignore_errors=True)
-        for each in sizes:
-            (part / each).parent.mkdir(parents=True, exist_ok=True)
-            _retried(functools.partial(storage.system.get_file, storage.path(name, each), str(part / each)))
+        part = _begun(storage, root, name)
+        # the checksums first: they tell of which checkpoint a part is, should this process be killed
+        for each in sorted(sizes, key=lambda path: path != checksums.NAME):
+            _retried(functools.partial(_get, storage, name, part / each, each))
         files.replace_folder(root / name, part)
         print(f" fetched {root / name} from {storage.address}", flush=True)
     tracker = root / trackers.TRACKER
     text = f"{iteration}\n"
     if not tracker.is_file() or tracker.read_text(encoding="utf-8", errors="replace") != text:
         files.write(tracker, text)
+
+
+def _begun(storage: Storage, root: Path, name: str) -> Path:
+    """Return the hidden folder to fetch a checkpoint into, with the files that a killed run has fetched."""
+    part = root / f".{name}.{uuid.uuid4().hex}.fetch"
+    for left in root.glob(".iter_*.fetch"):
+        if (
+            left.name.startswith(f".{name}.")
+            and not part.exists()
+            and _has_same_checksums(storage, left, name)
+        ):
+            left.rename(part)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    part.mkdir(parents=True, exist_ok=True)
+    for unfinished in part.rglob(f"*{_UNFINISHED}"):
+        unfinished.unlink()
+    return part
+
+
+def _get(storage: Storage, name: str, path: Path, each: str) -> None:
+    """Fetch an object, unless it is there; a file has its name only when it is complete."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+    try:
+        storage.system.get_file(storage.path(name, each), str(unfinished))
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _has_same_checksums(storage: Storage, folder: Path, name: str) -> bool:
+    if not (folder / checksums.NAME).is_file():
+        return False
+    with storage.system.open(storage.path(name, checksums.NAME), "rb") as stream:
+        return bool(json.loads(stream.read()) == json.loads(files.text(folder / checksums.NAME)))
 
 
 def _is_there(storage: Storage, place: Path, sizes: dict[str, int]) -> bool:
@@ -273,7 +315,4 @@ def _is_there(storage: Storage, place: Path, sizes: dict[str, int]) -> bool:
         path = place / name
         if name not in away and (not path.is_file() or path.stat().st_size != size):
             return False
-    if checksums.NAME not in sizes:
-        return False
-    with storage.system.open(storage.path(place.name, checksums.NAME), "rb") as stream:
-        return bool(json.loads(stream.read()) == json.loads(files.text(place / checksums.NAME)))
+    return checksums.NAME in sizes and _has_same_checksums(storage, place, place.name)

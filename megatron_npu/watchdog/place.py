@@ -11,6 +11,7 @@ from types import FrameType
 from megatron_npu.watchdog import phases
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
+_PATIENT = ("megatron_npu.checkpoint_files.patience", "wait_for_others")  # waits without a collective
 _SHOWN = 12  # innermost frames
 # Rooms of this package whose functions stand between a run and what it calls: they are not named.
 _BENEATH = frozenset("adaptors devices ops patching standins watchdog".split())
@@ -67,7 +68,7 @@ def of_main_thread() -> Place:
     phase = phases.current() or _upstream_phase(frames)
     return Place(
         phase,
-        next((each.f_code.co_name for each in reversed(frames) if _module(each) == _COLLECTIVES), ""),
+        next((each.f_code.co_name for each in reversed(frames) if _waits_for_others(each)), ""),
         next((_said(each) for each in frames if _is_of_the_run(each)), ""),
         tuple(_said(each) for each in frames[:_SHOWN]),
         (round(used, 1), *((id(each.f_code), each.f_lasti) for each in frames)),
@@ -94,6 +95,11 @@ def _upstream_phase(frames: list[FrameType]) -> phases.Name:
     ]
     inner = [phase for phase in named if phase != "between two steps"]
     return inner[-1] if inner else named[0] if named else "starting"
+
+
+def _waits_for_others(frame: FrameType) -> bool:
+    module = _module(frame)
+    return module == _COLLECTIVES or (module, frame.f_code.co_name) == _PATIENT
 
 
 def _is_of_the_run(frame: FrameType) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_npu.watchdog import place
+from megatron_npu.watchdog import place, sending
 from megatron_npu.watchdog.board import Beat
 from megatron_npu.watchdog.elsewhere import Elsewhere
 from megatron_npu.watchdog.phases import LOADING, SAVING
@@ -24,7 +24,7 @@ class Stillness:
 
     def __init__(self, limit: float, step_now: Callable[[], int]) -> None:
         self._limit, self._step_now = limit, step_now
-        self._elsewhere, self._writing = Elsewhere(), Writing()
+        self._elsewhere, self._writing, self._sending = Elsewhere(), Writing(), sending.Sending()
         self._number, self._step = 0, -1
         self._mark: tuple[object, ...] = ()
         self._moved = self._looked = time.monotonic()
@@ -40,7 +40,8 @@ class Stillness:
             self._mark, self._step, self._moved = stands.mark, step, now
             self._elsewhere.forget()
             self._writing.forget()
-        elif now - self._moved > self._limit / 10 and self._is_at_work(stands.phase):
+            self._sending.forget()
+        elif now - self._moved > self._limit / 10 and self._is_at_work(stands):
             self._moved = now
         self.still = now - self._moved
         file = current_file() if stands.phase == SAVING and self.still > self._limit / 2 else ""
@@ -48,8 +49,11 @@ class Stillness:
         self._number += 1
         return Beat(self._number - 1, step, self.still, *words)
 
-    def _is_at_work(self, phase: str) -> bool:
+    def _is_at_work(self, stands: place.Place) -> bool:
         """Return True if others compute for the idle main thread, or if a save or load makes progress."""
         if self._elsewhere.computes():
             return True
-        return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)
+        if stands.phase == SAVING and sending.by_client(stands.frames) and self._sending.gets_on():
+            return True
+        loads = stands.phase == LOADING
+        return (loads or stands.phase == SAVING) and self._writing.gets_on(reads=loads)

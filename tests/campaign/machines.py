@@ -666,8 +666,18 @@ LAYOUTS = {  # machines, ranks of each, flags
     "tensor-in-data-across": (2, 2, ("--tensor-model-parallel-size", "2")),
     "data-parallel-of-four": (2, 2, ()),
     "three-machines": (3, 1, ()),
+    "pipeline-of-three": (3, 1, ("--pipeline-model-parallel-size", "3", "--num-layers", "3")),
 }
 IN_LAYOUTS: dict[str, Look] = {"losses": losses, "cut": cut, "killed": killed, "first-killed": first_killed}
+OTHERS = ("stock-285068c8", "deepspeed")  # in layouts other than data parallelism, besides the two of LAYOUTS
+IN_THEIR_LAYOUTS = ("pipeline", "tensor-in-data-across")
+IN_PIPELINES: dict[str, Look] = {  # across two machines
+    "cut-for-a-while": cut_for_a_while,
+    "preempted": preempted,
+    "private-load": private_load,
+    "private-save": private_save,
+    "parts": parts,
+}
 NPU: dict[str, Look] = {"losses": losses, "cut": cut, "cut-for-a-while": cut_for_a_while, "killed": killed}
 
 
@@ -689,6 +699,7 @@ def trials() -> dict[str, Plan]:
         for command in ("driver", "stock-0.16.1"):
             for harm, look in IN_LAYOUTS.items():
                 found[f"{harm}-{name}/{command}"] = Plan(machines, command, look, ranks, flags)
+    found |= _further()
     for harm, look in IN_LAYOUTS.items():
         for command in COMMANDS:
             found[f"{harm}-npu/{command}"] = Plan(2, command, look, simulated=True)
@@ -698,6 +709,23 @@ def trials() -> dict[str, Plan]:
             for command in ("driver", "stock-0.16.1"):
                 plan = Plan(machines, command, look, ranks, flags, simulated=True)
                 found[f"{harm}-npu-{name}/{command}"] = plan
+    return found
+
+
+def _further() -> dict[str, Plan]:
+    """Return trials of further commands on three machines, and in layouts other than data parallelism."""
+    found = {}
+    for harm, look in IN_LAYOUTS.items():
+        for name in IN_THEIR_LAYOUTS:
+            machines, ranks, flags = LAYOUTS[name]
+            for command in OTHERS:
+                found[f"{harm}-{name}/{command}"] = Plan(machines, command, look, ranks, flags)
+        for command in ("train", *OTHERS) if harm != "killed" else ():  # which is on three machines already
+            found[f"{harm}-three-machines/{command}"] = Plan(3, command, look)
+    for harm, look in IN_PIPELINES.items():
+        machines, ranks, flags = LAYOUTS["pipeline"]
+        for command in ("driver", "stock-0.16.1"):
+            found[f"{harm}-pipeline/{command}"] = Plan(machines, command, look, ranks, flags)
     return found
 
 

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ profiles:
     credentials_provider: {{type: S3Credentials, options: {{access_key: x, secret_key: y}}}}
 """
 ADDRESS = "msc://s3/run"
+LOSS = r"\biteration +\d+/.*?\bloss: (\S+)"  # of a step; train also logs losses of validation
 REFUSED = {
     "a scheme of another client": (["--save", "s3://checkpoints/run"], r"error: --save s3://.*msc://PROFILE"),
     "the format torch": (["--save", ADDRESS, "--ckpt-format", "torch"], r"error: --save msc://.*torch_dist"),
@@ -163,9 +165,16 @@ def _read_aside(process: subprocess.Popen[str]) -> Callable[[], str]:
     return all_of_it
 
 
-def ours(
-    command: str, version: str, folder: Path, store: Any, storage: stalling_storage.Stalling, address: str
-) -> list[str]:
+@dataclass(frozen=True)
+class Ours:
+    """``pretrain`` or ``train``, with a version of megatron-core, on some ranks."""
+
+    command: str
+    version: str
+    ranks: int = 2
+
+
+def ours(what: Ours, folder: Path, store: Any, storage: stalling_storage.Stalling, address: str) -> list[str]:
     """Return what is wrong with ``--object-storage``: the disk is lost twice, once in the midst of a copy."""
     found: dict[str, list[str]] = {}
     faults: list[str] = []
@@ -173,9 +182,9 @@ def ours(
         place = folder / name
         flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", *more]
         for iterations in (2, 6):
-            process = of_ours(command, version, folder, iterations, *flags)
+            process = of_ours(what, folder, iterations, *flags)
             text = process.communicate(timeout=1200)[0]
-            found.setdefault(name, []).extend(re.findall(machines.LOSS, text))
+            found.setdefault(name, []).extend(re.findall(LOSS, text))
             if process.returncode:
                 faults.append(f"{name}, to iteration {iterations}: code {process.returncode}: {text[-1500:]}")
             if more:
@@ -185,19 +194,12 @@ def ours(
     whole = sorted(name for name in names(store) if name.endswith("/_SUCCESS"))
     if whole != [f"run/iter_000000{number}/_SUCCESS" for number in (2, 4, 6)]:
         faults.append(f"complete: {whole}")
-    return faults + _killed_in_a_copy(
-        command,
-        version,
-        folder,
-        store,
-        storage,
-        (address.replace("/run", "/killed"), found["disk"]),
-    )
+    expected = address.replace("/run", "/killed"), found["disk"]
+    return faults + _killed_in_a_copy(what, folder, store, storage, expected)
 
 
 def _killed_in_a_copy(
-    command: str,
-    version: str,
+    what: Ours,
     folder: Path,
     store: Any,
     storage: stalling_storage.Stalling,
@@ -210,26 +212,27 @@ def _killed_in_a_copy(
     """
     address, place = expected[0], folder / "killed"
     flags = ["--save", str(place), "--load", str(place), "--save-interval", "2", FLAG, address]
-    first = of_ours(command, version, folder, 2, *flags)
-    said = re.findall(machines.LOSS, first.communicate(timeout=1200)[0])
-    process = of_ours(command, version, folder, 6, *flags)
+    first = of_ours(what, folder, 2, *flags)
+    said = re.findall(LOSS, first.communicate(timeout=1200)[0])
+    process = of_ours(what, folder, 6, *flags)
     ended = _read_aside(process)
     if not _kill_in_a_save(process, storage, ended):
         return [f"the run to be killed has ended: code {process.returncode}: {ended()[-1500:]}"]
     if any_whole := _objects_of_a_part(store):
         return [any_whole]
     shutil.rmtree(place)
-    process = of_ours(command, version, folder, 6, *flags)
+    process = of_ours(what, folder, 6, *flags)
     text = process.communicate(timeout=1200)[0]
     faults = [f"after a kill: code {process.returncode}: {text[-1500:]}"] if process.returncode else []
     if "resuming from iteration 2" not in text:
         faults.append(f"after a kill it has not resumed from iteration 2: {text[-800:]}")
-    said += re.findall(machines.LOSS, text)
+    said += re.findall(LOSS, text)
     return faults + ([] if said == expected[1] else [f"losses after a kill {said}, without {expected[1]}"])
 
 
-def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: str) -> subprocess.Popen[str]:
-    """Start ``pretrain`` or ``train`` on two ranks, up to an iteration."""
+def of_ours(what: Ours, folder: Path, iterations: int, *flags: str) -> subprocess.Popen[str]:
+    """Start a command, up to an iteration."""
+    command, version = what.command, what.version
     words = machines.COMMANDS["driver" if command == "pretrain" else command]().words(folder, 6)
     ends = [] if iterations == 6 else ["--exit-interval", str(iterations)]
     if ends and command == "train":
@@ -237,7 +240,8 @@ def of_ours(command: str, version: str, folder: Path, iterations: int, *flags: s
     wheel = ROOT / "checkouts" / f"megatron_core-{version}"
     tree = wheel if wheel.is_dir() else checkout("megatron_core", version)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_npu"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(what.ranks)]
+    launcher = [*(torchrun if what.ranks > 1 else []), "-m", "megatron_npu"]
     basic = {"OMP_NUM_THREADS": "1", "MEGATRON_NPU_DEVICE": "cpu", "MSC_CONFIG": str(folder / "msc.yaml")}
     return subprocess.Popen(
         [sys.executable, *launcher, *words, *ends, *flags],
@@ -299,6 +303,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=["msc", "s3"],
         help="of the address of pretrain and train",
     )
+    parser.add_argument("--ranks", type=int, default=2, help="of pretrain and train")
     parser.add_argument(
         "--output", type=Path, help="a JSON file of results, to which each version's is added"
     )
@@ -306,15 +311,16 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for version in given.version:
         for command in given.command:
-            faults = judged(command, version, given.scheme)
+            faults = judged(command, version, given.scheme, given.ranks)
             failed = failed or bool(faults)
             print(f"{command} {version} {given.scheme}: {'; '.join(faults) or 'as it should'}", flush=True)
             if given.output:
-                machines.record(given.output, f"{command}/{version}/{given.scheme}", faults)
+                alone = "/one" * (given.ranks == 1)
+                machines.record(given.output, f"{command}/{version}/{given.scheme}{alone}", faults)
     return int(failed)
 
 
-def judged(command: str, version: str, scheme: str = "msc") -> list[str]:
+def judged(command: str, version: str, scheme: str = "msc", ranks: int = 2) -> list[str]:
     """Return what is wrong with a command and version, in a storage of its own."""
     port = ports.free_port()
     url = f"http://127.0.0.1:{port}"
@@ -327,7 +333,7 @@ def judged(command: str, version: str, scheme: str = "msc") -> list[str]:
         if command == "pretrain_gpt.py":
             return look(version, folder, store, storage)
         address = ADDRESS if scheme == "msc" else "s3://checkpoints/run"
-        return ours(command, version, folder, store, storage, address)
+        return ours(Ours(command, version, ranks), folder, store, storage, address)
 
 
 if __name__ == "__main__":

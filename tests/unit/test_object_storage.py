@@ -116,6 +116,32 @@ def test_what_the_disk_has_is_fetched_only_if_it_differs(address, tmp_path, caps
     assert "weights" in (folder / "checksums.json").read_text()
 
 
+def test_a_killed_fetch_is_taken_up_again(address, tmp_path, monkeypatch) -> None:
+    object_storage.upload(saved(tmp_path / "old", 4))
+    system, disk, fetched = type(object_storage.opened(address).system), tmp_path / "disk", []
+    original = system.get_file
+
+    def killed(self, there, here, **kwargs):
+        fetched.append(there.rpartition("/run/")[2])
+        original(self, there, here, **kwargs)
+        if there.endswith("data") and fetched.count("iter_0000004/part/data") == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(system, "get_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        object_storage.fetch(address, str(disk))
+    assert not list(disk.glob("iter_*"))
+    object_storage.fetch(address, str(disk))
+    names = "iter_0000004/checksums.json", "iter_0000004/part/data"
+    assert fetched == [*names, names[1]]  # the first one was complete
+    found = sorted(path.name for path in (disk / "iter_0000004").rglob("*"))
+    assert found == ["checksums.json", "data", "part"]
+    object_storage.upload(saved(tmp_path / "another", 4, "others"))
+    (disk / "iter_0000004").rename(disk / ".iter_0000004.0.fetch")  # of a checkpoint that was replaced
+    object_storage.fetch(address, str(disk))
+    assert (disk / "iter_0000004" / "part" / "data").read_text() == "others"
+
+
 def test_an_empty_storage_changes_nothing(address, tmp_path) -> None:
     object_storage.fetch(address, str(tmp_path / "disk"))
     assert not (tmp_path / "disk").exists()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_npu.watchdog import place
+from megatron_npu.watchdog.elsewhere import Elsewhere
+from megatron_npu.watchdog.stillness import Stillness
 from megatron_npu.watchdog.writing import Writing
 
 MIB = 2**20
@@ -54,3 +60,34 @@ def test_a_save_gets_on_by_what_is_written(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(bytes(MIB))
     assert progress.gets_on()
     assert not progress.gets_on()
+
+
+@pytest.mark.parametrize("client", ["fsspec.asyn:103 in sync", "multistorageclient.client:1 in upload_file"])
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_slow_upload_gets_on_by_what_is_sent(client: str, sends: bool, monkeypatch) -> None:
+    """The main thread waits at one line, and little is sent, so that nothing computes much."""
+    frames = ("threading:1 in wait", client, "megatron_npu.checkpoint_files.object_storage:1 in upload")
+    stands = place.Place("saving", "", "upload", frames, ("one line",))
+    monkeypatch.setattr(place, "of_main_thread", lambda: stands)
+    monkeypatch.setattr(Elsewhere, "computes", lambda self: False)
+    ends = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver = server.accept()[0]
+
+        def slowly() -> None:
+            while not ends.wait(0.05):
+                sender.sendall(bytes(MIB // 10 if sends else 100))  # or heartbeats
+                receiver.recv(MIB)
+
+        thread = threading.Thread(target=slowly)
+        thread.start()
+        looked, stillness = time.monotonic(), Stillness(2.0, lambda: 1)
+        while time.monotonic() < looked + 3.5:
+            stillness.look()
+            time.sleep(0.2)
+        ends.set()
+        thread.join()
+        sender.close()
+        receiver.close()
+    assert (stillness.still < 2.0) is sends
