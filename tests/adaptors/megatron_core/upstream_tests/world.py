@@ -43,9 +43,7 @@ class Setting:
     arguments: tuple[str, ...] = ()  # for pytest
     fork: bool = True
     barred: Callable[[str], Mapping[str, str]] = _all_start  # tests of a file not to start: why
-    threads: int = (
-        12000  # of all ranks together: eight with 25 groups of gloo have 600, a test of 0.18.2 > 4000
-    )
+    threads: int = 12000  # of all ranks: eight with 25 groups of gloo have 600, a test of 0.18.2 over 4,000
     grace: float = 8.0  # seconds of silence after a failure in some ranks: the others do not end this test
 
 
