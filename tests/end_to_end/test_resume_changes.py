@@ -234,6 +234,9 @@ def test_a_schedule_goes_on_without_the_optimizer(resume):
     rows, said = resume(f"--no-load-optim --lr-warmup-iters 2 {KEEP}")
     assert rates(rows) == rates(plain)
     assert "the optimizer's moments start at 0\n" in said
+    other, _ = resume(f"--no-load-optim --lr 1e-4 --min-lr 1e-5 --weight-decay 0.5 {KEEP}")
+    assert rates(other) == rates(plain)
+    assert losses(other) == losses(rows)  # the checkpoint's weight decay, too
     rows, said = resume(f"--no-load-optim {OVERRIDE}")
     assert rates(rows) == rates(plain)
     rows, said = resume("--no-load-optim")

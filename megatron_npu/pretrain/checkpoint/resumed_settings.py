@@ -75,7 +75,9 @@ def go_on_without_optimizer(
     if flags.finetune or not (flags.use_checkpoint_opt_param_scheduler or flags.override_opt_param_scheduler):
         return
     if content is not None:
+        before = {name: getattr(schedule, name) for name in sorted(_OF_THE_SCHEDULE)}
         load_schedule(schedule, content)
+        _pass_to_groups(schedule, before)
         return
     if flags.use_checkpoint_opt_param_scheduler:
         raise UsageError(
@@ -85,3 +87,19 @@ def go_on_without_optimizer(
         )
     schedule.num_steps = 0
     schedule.step(samples)
+
+
+def _pass_to_groups(schedule: OptimizerParamScheduler, before: dict[str, float]) -> None:
+    """Pass the schedule's settings to the parameter groups that had its earlier ones.
+
+    ``get_lr`` reads the settings of a group first, and those of a new optimizer are the flags'.
+
+    Args:
+        schedule: the schedule, into which the checkpoint's has been loaded.
+        before: its settings before that.
+    """
+    for group in schedule.optimizer.param_groups:
+        for name, value in before.items():
+            if group.get(name) == value:
+                group[name] = getattr(schedule, name)
+    schedule.step(0)

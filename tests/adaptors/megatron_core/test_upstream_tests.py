@@ -127,6 +127,37 @@ def test_last(request):
     assert os.getcwd().endswith("cwd")
 """
 
+LEFT = """
+import gc
+import threading
+import time
+import weakref
+
+kept = []
+
+class Model:
+    pass
+
+class TestObjects:
+    def setup_method(self):
+        self.model = Model()
+
+    def test_makes_one(self):
+        kept.append(weakref.ref(self.model))
+
+    def test_that_of_the_last_is_gone(self):
+        gc.collect()
+        assert kept[0]() is None
+
+def test_starts_threads_without_an_end():
+    for _ in range(150):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    time.sleep(600)
+
+def test_last():
+    pass
+"""
+
 TWO = """
 def test_one():
     pass
@@ -181,6 +212,25 @@ def test_a_world_that_breaks_is_replaced(tmp_path):
     assert tests["test_hangs_in_one_rank"][1] == "did not end in every rank: rank 0 ended"
     # Both ranks die; which is seen first is chance.
     assert re.fullmatch(r"did not end in every rank: rank [01] ended", tests["test_dies"][1])
+
+
+def test_objects_of_a_test_and_its_threads_do_not_add_up(tmp_path):
+    for name in ("tmp", "logs", "cwd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cwd" / "test_example.py").write_text(LEFT)
+    driver = DRIVER.replace("limit=500", "limit=500, threads=250")
+    done = run("-c", driver.replace("(together, *alone)", "[together]"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    [together] = json.loads(done.stdout)
+    assert {name: (test["outcome"], test["text"]) for name, test in together["tests"].items()} == {
+        "TestObjects::test_makes_one": (PASSED, ""),
+        "TestObjects::test_that_of_the_last_is_gone": (PASSED, ""),
+        "test_starts_threads_without_an_end": (
+            FAILED,
+            "did not end in every rank: has more than 250 threads",
+        ),
+        "test_last": (PASSED, ""),
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,19 @@ class Reporter:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         # Upstream's CI has two sessions: one without --experimental, one with it of the tests marked so.
         item.config.option.experimental = item.get_closest_marker("experimental") is not None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Let go of a test's object behind it.
+
+        pytest keeps it to the end of the session, and with it a model whose layers hold their groups. A group
+        ends its threads only when nothing refers to it any more.
+        """
+        try:
+            return (yield)
+        finally:
+            for name in ("_instance", "_obj"):
+                vars(item).pop(name, None)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ class Setting:
     arguments: tuple[str, ...] = ()  # for pytest
     fork: bool = True
     barred: Callable[[str], Mapping[str, str]] = _all_start  # tests of a file not to start: why
+    threads: int = 12000  # of all ranks: eight with 25 groups of gloo have 600, a test of 0.18.2 over 4,000
     grace: float = 8.0  # seconds of silence after a failure in some ranks: the others do not end this test
 
 
@@ -117,10 +119,22 @@ class World:
             if _memory_is_short():
                 self.broken = "does not fit in the memory of the machine"
                 return False
+            if self._threads() > self.setting.threads:
+                self.broken = f"has more than {self.setting.threads} threads"
+                return False
             if now - last > self._patience():
                 self._show_stacks()
                 return True
         return False
+
+    def _threads(self) -> int:
+        """Return the number of threads of all ranks."""
+        count = 0
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{rank.process.pid}/status").read_text()
+                count += int(re.search(r"^Threads:\s+(\d+)$", status, re.MULTILINE)[1])
+        return count
 
     def _show_stacks(self) -> None:
         """Let every rank write to its log where it is."""
