@@ -15,7 +15,9 @@ __all__ = ["Swapped", "swap"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``swap`` on first access, because the single operations do not need it."""
+    """Import the ``swap`` function on first access, because code that uses single operations does not
+    need it.
+    """
     if name in __all__:
         from megatron_npu.ops import swapping
 

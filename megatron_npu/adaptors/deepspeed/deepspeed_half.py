@@ -16,7 +16,8 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Call ``deepspeed.initialize``, and make the engine start and scale the loss as it does with ZeRO.
+    """Call ``deepspeed.initialize``, and make the engine's first step and loss scaling work as they do with
+    ZeRO.
 
     Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments. As a
     result, the weights decay once, and Adam's bias correction starts at step 2, which shrinks the first
@@ -56,7 +57,7 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make the engine continue from loaded weights if no optimizer state was loaded.
+    """Make the engine continue from loaded weights if no optimizer state was loaded with them.
 
     DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
     Otherwise, the first step reverts to the weights with which the model was built.
@@ -98,7 +99,7 @@ class LossTimesScale:
         """Do nothing, because the optimizer's ``step`` unscales and clips the gradients."""
 
     def step(self, optimizer: Any) -> None:
-        """Run the optimizer's step unchanged."""
+        """Call the optimizer's ``step`` method, which unscales and clips the gradients."""
         optimizer.step()
 
     def update(self) -> None:

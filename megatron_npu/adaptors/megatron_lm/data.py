@@ -1,4 +1,4 @@
-"""Patch ``megatron.data``: index files that need neither a compiler nor pickle, and iterators."""
+"""Patch ``megatron.data`` for index files that need neither a compiler nor pickle, and for iterators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ questions.connect(records, "tasks.orqa.unsupervised.nq", until="never: 285068c8 
     "samples after those of its last validation, and raises StopIteration if there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Validate a finished run that is started again on the samples of its last validation."""
+    """When a finished run is started again, validate it on the samples of its last validation."""
     from megatron.global_vars import get_args
 
     given = get_args()

@@ -58,7 +58,8 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    """Return the gradient of ``swiglu``, ``[..., 2h]``, from ``[..., h]`` and the input ``[..., 2h]``.
+    """Return the gradient ``[..., 2h]`` of the input of ``swiglu``, given the output's gradient ``[..., h]``
+    and the input ``[..., 2h]``.
 
     This is used by upstream's autograd functions, which save the input themselves.
     """

@@ -1,4 +1,4 @@
-"""Check the arguments of ``attention`` for consistency with each other and with the tensors' shapes."""
+"""Check that the arguments of ``attention`` agree with each other and with the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Check that layout TND is used with ``packed``, and that ``packed`` is not combined with another mask.
+    """Check that layout TND comes with ``packed``, and that ``packed`` is not combined with another mask.
 
     Raises:
         ValueError: one of these is not the case.
@@ -131,7 +131,7 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Check that the packed sequences cover all tokens.
+    """Check that the lengths of the packed sequences add up to the number of tokens.
 
     Raises:
         ValueError: a length is negative, or the lengths do not sum up to the numbers of tokens.

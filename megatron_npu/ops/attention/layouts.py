@@ -1,4 +1,4 @@
-"""Convert between an attention call's layout and ``[b, n, s, d]``.
+"""Convert attention tensors between the layout of the call and ``[b, n, s, d]``.
 
 Results are views unless stated otherwise.
 """
@@ -18,7 +18,7 @@ LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
 def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int, int, int]:
-    """Return the shape that ``to_bnsd`` gives a tensor of shape ``shape``."""
+    """Return the shape of the result of ``to_bnsd`` for a tensor of shape ``shape``."""
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     if layout in HEADLESS:
@@ -29,7 +29,7 @@ def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int,
 
 
 def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``tensor`` as ``[b, n, s, d]``.
+    """Return ``tensor`` with its dimensions in the order ``[b, n, s, d]``.
 
     TND is treated as a batch of one.
     """
@@ -50,7 +50,7 @@ def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
 
 
 def to_tokens(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``[b · s, n, d]``, batch by batch.
+    """Reshape a tensor to ``[b · s, n, d]``, with the tokens of one batch element after another.
 
     The tensor is copied unless the layout is BSH, BSND or TND.
     """

@@ -1,4 +1,4 @@
-"""Multiply bf16 matrices with fp32 accumulation, on CPUs where our kernel is faster than oneDNN."""
+"""Multiply bf16 matrices with fp32 accumulation, on CPUs on which our kernel is faster than oneDNN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """The instructions with which our kernel can multiply bf16 matrices on a processor."""
+    """The instructions that our kernel uses to multiply bf16 matrices on a processor."""
 
     WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
     PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
@@ -28,7 +28,7 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return True if our kernel should do all bf16 matmuls.
+    """Return True if our kernel is the fastest choice for all bf16 matmuls on this processor.
 
     This requires that oneDNN takes at least twice as long.
 
@@ -40,13 +40,14 @@ def are_fastest() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return True if our matmul kernel is worthwhile on this processor."""
+    """Return True if our bf16 matmul kernel is available and at least as fast as oneDNN on this processor."""
     return _usable_arithmetic() is not None
 
 
 @functools.cache
 def _arithmetic() -> Arithmetic | None:
-    """Return this processor's fastest bf16 arithmetic without AMX, or None if oneDNN is faster.
+    """Return the fastest way for this processor to multiply bf16 matrices without AMX, or None if oneDNN is
+    faster.
 
     Without an instruction for bf16 (Xeons up to Ice Lake), oneDNN widens values repeatedly: 27 GFLOPS,
     compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
@@ -58,18 +59,18 @@ def _arithmetic() -> Arithmetic | None:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return True if this processor has AVX-512, which some kernels require."""
+    """Return True if this processor has AVX-512, which some of our kernels require."""
     return _features_of(_processor()) >= _AVX512
 
 
 def _processor() -> str:
-    """Return the information that Linux reports about the first processor."""
+    """Return the entry of the first processor in Linux's ``/proc/cpuinfo``."""
     info = Path("/proc/cpuinfo")
     return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
 
 def arithmetic_of(processor: str) -> Arithmetic | None:
-    """Return the arithmetic for a processor described by ``/proc/cpuinfo``."""
+    """Return the bf16 instructions to use on a processor, given its entry in ``/proc/cpuinfo``."""
     can = _features_of(processor)
     if not can >= _AVX512 or "amx_bf16" in can:
         return None
@@ -88,7 +89,9 @@ def _field(processor: str, name: str) -> str:
 
 
 def _usable_arithmetic() -> Arithmetic | None:
-    """Return this processor's arithmetic if the kernels are available and were compiled for it."""
+    """Return the bf16 instructions to use on this processor if the kernels are available and were
+    compiled for them.
+    """
     wanted, loaded = _arithmetic(), library()
     if loaded is None or (wanted is Arithmetic.PAIRED and not abi.can_pair(loaded)):
         return None
@@ -96,12 +99,13 @@ def _usable_arithmetic() -> Arithmetic | None:
 
 
 def pairs() -> bool:
-    """Return True if the kernel uses bf16 dot products, and False if it converts bf16 to fp32."""
+    """Return True if our kernel uses bf16 dot-product instructions, and False if it converts bf16 to fp32."""
     return _arithmetic() is Arithmetic.PAIRED
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``multiply`` should handle these operands: ``[n, m]`` and ``[m, k]``, or batches.
+    """Return True if ``multiply`` should be used for these operands, ``[n, m]`` and ``[m, k]`` or batches of
+    them.
 
     Operands with mismatched shapes are left to torch, which reports the error.
     """
@@ -117,7 +121,7 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 
 def takes_result(out: Tensor) -> bool:
-    """Return True if ``multiply`` can write to a tensor ``[..., n, k]``."""
+    """Return True if ``multiply`` can write its result to the given tensor ``[..., n, k]``."""
     plain = abi.is_plain(out) and out.dtype in (torch.float32, torch.bfloat16)
     return plain and out.dim() in (2, 3) and out.stride(-1) == 1 and not abi.overlaps(out)
 
@@ -130,7 +134,7 @@ def multiply(
     factor: float = 1.0,
     add: bool = False,
 ) -> Tensor:
-    """Write ``factor · left · right + bias`` to ``out`` and return it.
+    """Write ``factor · left · right + bias`` to ``out``, and return ``out``.
 
     Sums are accumulated in fp32 and rounded once.
 
@@ -150,7 +154,8 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return True if ``add`` should handle these operands, which must be bf16 matrices and an fp32 total.
+    """Return True if ``add`` should be used for these operands, which must be bf16 matrices and an fp32
+    total.
 
     oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
     """
@@ -160,7 +165,7 @@ def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 def add(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · right``, unrounded, to ``total``.
+    """Add the product ``left · right`` to ``total`` without rounding it to bf16.
 
     Args:
         total: ``[n, k]``, fp32, with contiguous rows; changed in place.
@@ -173,12 +178,13 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``exponentials`` should handle these operands, which must be bf16 matrices."""
+    """Return True if ``exponentials`` should be used for these operands, which must be bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
-    """Return ``exp(left · right + bias - reference)``, and add its unrounded row sums to ``sums``.
+    """Return ``exp(left · right + bias - reference)``, and add its row sums, computed before rounding, to
+    ``sums``.
 
     Args:
         left: ``[n, m]``, bf16.
@@ -199,7 +205,7 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
 
 
 def _shown(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that shows a kernel in torch's profiler if a profiler is active."""
+    """Return a context manager that makes a kernel visible in torch's profiler if a profiler is active."""
     return record_function(f"megatron_npu::{name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -212,7 +218,7 @@ def _widened(bias: Tensor | None) -> Tensor | None:
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
-    """Return the suffix of kernel names for operands of this dtype."""
+    """Return the suffix of the names of the kernels for operands of this dtype."""
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"

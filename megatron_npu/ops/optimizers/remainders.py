@@ -16,7 +16,8 @@ _TIE = 1 << 15
 
 
 def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bf16 weight, the int16 remainder, and a boolean flag for ties that were rounded down.
+    """Return the bf16 rounding of fp32 numbers, the int16 remainder, and a flag for ties that were rounded
+    down.
 
     Args:
         main: fp32, of any shape, contiguous. NaN stays NaN, though its bits may change.
@@ -28,7 +29,7 @@ def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor, rounded_down: Tensor) -> Tensor:
-    """Return the fp32 numbers that ``split`` has split, as a new tensor."""
+    """Return the fp32 numbers that ``split`` has split, in a new tensor."""
     bits = weight.float().view(torch.int32)
     bits.add_(remainder).add_(rounded_down, alpha=2 * _TIE)
     return bits.view(torch.float32)

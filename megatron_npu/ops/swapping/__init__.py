@@ -1,4 +1,4 @@
-"""Replace parts of a Transformers or custom model with this project's operations, and restore them."""
+"""Replace parts of a Transformers model or a custom model with this project's operations, and undo this."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """The outcome of ``swap`` for one part of the model.
+    """The outcome of ``swap`` for one part of a model.
 
     Attributes:
         where: the path of the part in the model; empty for the model itself.
@@ -68,7 +68,9 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return one entry per part of the model, including reasons that later calls have recorded."""
+        """Return one entry per part of the model, including reasons that were recorded during later calls
+        of the model.
+        """
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())
         found = []
@@ -78,7 +80,7 @@ class Swapped:
         return found
 
     def lines(self) -> list[str]:
-        """Return the entries as readable text.
+        """Return the entries as readable lines of text.
 
         The same part of all layers is on one line.
         """

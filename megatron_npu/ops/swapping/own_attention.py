@@ -1,4 +1,4 @@
-"""Replace the attention of a custom model, which is recognized by its calls."""
+"""Replace the attention of a custom model, which is recognized by the functions that it calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``nn.MultiheadAttention``.
+    """Compute ``nn.MultiheadAttention`` with our operation.
 
     The original forward runs if weights are requested or a mask is added to the scores.
     """
@@ -118,7 +118,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask that is True for hidden pairs.
+    """Return a mask that is True for query-key pairs that are hidden.
 
     Return the reason as a string if the given mask does more than hide pairs.
     """

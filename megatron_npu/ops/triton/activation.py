@@ -1,4 +1,4 @@
-"""Launch activation kernels with a fused bias, one per direction.
+"""Launch the kernels for activation functions with a fused bias, one for each direction.
 
 Only the inputs are saved for the backward pass.
 """

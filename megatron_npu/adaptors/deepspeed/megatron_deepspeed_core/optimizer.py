@@ -1,4 +1,4 @@
-"""Patch ``megatron.optimizer`` to use the same Adam and the same clipping with and without CUDA."""
+"""Patch ``megatron.optimizer`` so that Adam and gradient clipping are the same with and without CUDA."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """Exempt biases and parameters that are one-dimensional when unsharded from weight decay by default."""
+    """Exempt biases and parameters with one-dimensional full shapes from weight decay, unless the caller
+    decides otherwise.
+    """
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter has no weight decay.
+    """Return True if weight decay is not applied to a parameter.
 
     The rule uses the unsharded shape, which DeepSpeed stores as ``ds_shape``.
     """

@@ -1,4 +1,4 @@
-"""Return local layers where TransformerEngine's layers are requested, and log this."""
+"""Return local layers when TransformerEngine's layers are requested, and log this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its lay
 
 
 def report(asked: str) -> None:
-    """Log that local layers are returned instead of ``asked``.
+    """Log that local layers are returned instead of the requested ``asked``.
 
     Raises:
         FallbackForbiddenError: strict mode is enabled.

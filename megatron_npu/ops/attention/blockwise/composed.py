@@ -79,7 +79,9 @@ class Composed:
         return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
-        """Return the softmax and the matmuls of each tile, used in the forward and backward passes."""
+        """Return the objects that compute the softmax and the matmuls of each tile, for the forward and
+        backward passes.
+        """
         factors = TileProducts(q.dtype, self._buffers)
         return TileSoftmax(self._spec, self._mask, factors, self._buffers), factors
 
