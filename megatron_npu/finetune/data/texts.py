@@ -1,5 +1,5 @@
-"""Check that a task's columns contain texts or word lists in every row, and report the first error's
-position.
+"""Check that a task's columns contain texts or word lists in every row, and report where the first error
+is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STRINGS = ("string", "large_string", "string_view")
 
 
 def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
-    """Check that the columns contain text.
+    """Check that the given columns contain text in every row.
 
     Args:
         parts: the rows of each split.
@@ -33,7 +33,7 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
 
 def require_words(parts: Parts, tokens: str, tags: str) -> None:
-    """Check that each row has a list of words and a list with the same number of tags.
+    """Check that each row has a list of words and a list of as many tags.
 
     Raises:
         UsageError: a row does not contain these lists, or the lists' lengths differ.

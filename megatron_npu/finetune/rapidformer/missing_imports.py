@@ -1,4 +1,4 @@
-"""Provide names that the document's scripts use without importing them."""
+"""Provide names that the scripts in the PAI-Rapidformer document use without importing them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return definitions for the names that a script lacks and that the document's scripts use."""
+    """Return definitions for those names that a script lacks and that the document's scripts use."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

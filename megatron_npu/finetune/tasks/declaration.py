@@ -1,4 +1,5 @@
-"""Define the declaration of a task, which determines its flags, checks, help texts and model card.
+"""Define how a task declares its properties, from which flags, checks, help texts and model cards are
+derived.
 
 A task's file is also imported for help texts and by the process that starts the ranks, so it imports
 Transformers and ``datasets`` inside functions.
@@ -24,12 +25,12 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """The name of the flag's value in the parsed arguments."""
+        """The name under which the parsed arguments contain the flag's value."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 class Declaration:
-    """Base class of the tasks.
+    """Base class of the tasks, which declares their properties.
 
     ``tasks.every`` finds the subclasses that have a name.
 
@@ -54,7 +55,7 @@ class Declaration:
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Check that the flags are consistent before anything is loaded.
+        """Check that the flags are consistent, before anything is loaded.
 
         Raises:
             UsageError: two flags are mutually exclusive, or a value is invalid for the task.
@@ -62,12 +63,12 @@ class Declaration:
 
     @classmethod
     def all_flags(cls) -> Iterator[Flag]:
-        """Yield the flags of the task's base classes, followed by the task's own flags."""
+        """Yield the flags of the task's base classes, and then the task's own flags."""
         for kind in reversed(cls.__mro__):
             yield from vars(kind).get("flags", ())
 
     @classmethod
     def all_reads(cls) -> set[str]:
-        """Return the names of the values that this task uses but that other tasks may not use."""
+        """Return the names of the values that this task uses and that other tasks may ignore."""
         of_classes = {name for kind in cls.__mro__ for name in vars(kind).get("reads", ())}
         return of_classes | {flag.attribute for flag in cls.all_flags()}

@@ -136,9 +136,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Create the states of parameters whose shards are empty, so that all ranks save in the same
-        order.
-        """
+        """Create the states of empty shards, so that all ranks save states in the same order."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)

@@ -1,4 +1,4 @@
-"""``megatron-npu checkpoint``: list, verify and prune a folder of checkpoints."""
+"""List, verify and prune the checkpoints in a folder: ``megatron-npu checkpoint``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = (  # of the arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     The code is 1 if a checkpoint is damaged.
 
@@ -233,7 +233,7 @@ def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
 
 
 def _state(path: Path, without: str) -> str:
-    """Return the printed state of an undamaged checkpoint.
+    """Return the text that describes the state of an undamaged checkpoint.
 
     Without checksums, the state is ``without``.
     """
@@ -243,7 +243,7 @@ def _state(path: Path, without: str) -> str:
 
 
 def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> int:
-    """Remove checkpoints that are older than the newest undamaged ones.
+    """Remove checkpoints that are older than the newest undamaged checkpoints.
 
     Damaged checkpoints are not counted among those to keep.
     """
@@ -281,7 +281,7 @@ def _faults(path: Path) -> list[str]:
 
 
 def _missing_of_others(path: Path) -> list[str]:
-    """Return the missing files of a checkpoint that `train` or a stock script saved.
+    """Return the missing files of a checkpoint that `train` or a stock script has saved.
 
     Both write the index last.
     """

@@ -45,7 +45,7 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason of the first process that failed, on one line and without stack traces.
+    """Return the reason why the first process failed, on one line and without stack traces.
 
     Later lines of the error, such as the names of missing weights, are included. A very long text is
     truncated, and the number of omitted characters is appended.
@@ -68,7 +68,7 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Report errors within the block, which reads the checkpoint in ``path``, as a single line.
+    """Report errors raised in the ``with`` block, which reads the checkpoint in ``path``, as a single line.
 
     Raises:
         UsageError: files are missing, damaged or contain code, or the checkpoint requires a newer

@@ -27,7 +27,7 @@ HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that ca
 
 
 def directory(root: str | Path, iteration: int) -> Path:
-    """Return the directory of an iteration's checkpoint."""
+    """Return the directory for the checkpoint of an iteration."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
@@ -58,7 +58,8 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return True if unsharded values are stored as an object among the shards, as in 0.19 and later.
+    """Return True if values that are not sharded are stored as an object among the shards, as in 0.19 and
+    later.
 
     The index is a pickle. The pickle is only searched for the object's name, and nothing is unpickled.
     """
@@ -75,7 +76,7 @@ def no_checkpoint(root: str | Path) -> UsageError:
 
 
 def right_folder(root: str | Path) -> str:
-    """Return what to do about a directory that contains no checkpoint, without the final period.
+    """Return advice about a directory that contains no checkpoint, without the final period.
 
     A directory of one iteration, which is a checkpoint itself, is a common mistake.
     """
@@ -136,7 +137,7 @@ def iterations(root: str | Path) -> list[int]:
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it exists, or else a file of the same name in the checkpoint's directory, or None.
+    """Return ``path`` if it exists, otherwise a file of the same name in the checkpoint's directory, or None.
 
     A converted checkpoint contains its tokenizer and may have been moved.
     """
@@ -147,7 +148,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Mark a checkpoint that this package did not train as ``release``, and return the new path."""
+    """Mark a checkpoint that this package did not train as ``release``, and return its new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")
@@ -155,5 +156,5 @@ def release(root: str | Path, path: Path) -> Path:
 
 
 def set_latest(root: str | Path, iteration: int) -> None:
-    """Write ``iteration`` to the tracker file."""
+    """Write the number ``iteration`` to the tracker file."""
     files.write(Path(root) / TRACKER, f"{iteration}\n")

@@ -1,4 +1,6 @@
-"""Provide validation samples from one or several sets, either successive samples or the whole set."""
+"""Provide validation samples from one or more sets, reading either the next samples or the whole set each
+time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class ValidationSet:
 
 
 def sets(flags: EvaluationFlags, datasets: Datasets) -> list[ValidationSet]:
-    """Return the sets that each validation reads, or an empty list if there is no validation.
+    """Return the validation sets that each validation reads, or an empty list if there is no validation.
 
     Raises:
         UsageError: a set that is to be read completely has no samples.
@@ -59,7 +61,7 @@ def _whole(flags: EvaluationFlags, name: str, dataset: Any) -> ValidationSet:
 
 
 class Padded(Dataset):
-    """Dataset that is padded with uncounted samples, so that its last global batch is complete.
+    """Dataset padded with samples that are not counted, so that its last global batch is complete.
 
     Args:
         dataset: a dataset whose samples have a ``loss_mask``.

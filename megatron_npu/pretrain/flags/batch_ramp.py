@@ -1,4 +1,4 @@
-"""Implement ``--rampup-batch-size``, which increases the batch size over the first samples of a run."""
+"""Implement ``--rampup-batch-size``, which increases the batch size during the first part of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ramp:
 
     @staticmethod
     def of(args: Namespace) -> Ramp | None:
-        """Return the ramp that the flags define, or None if the batch size is constant."""
+        """Return the batch-size ramp that the flags define, or None if the batch size is constant."""
         words = getattr(args, "rampup_batch_size", None)
         if not words:
             return None

@@ -1,4 +1,4 @@
-"""Store flags and derived values, which are set once and then become read-only."""
+"""Store flags and derived values, which become read-only after they are set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 
 class Flags(Namespace):
-    """Flag values by name. ``derive`` sets them; after ``freeze`` they are read-only."""
+    """The values of flags by name. ``derive`` sets them; after ``freeze`` they are read-only."""
 
     __slots__ = ("_is_frozen",)
 

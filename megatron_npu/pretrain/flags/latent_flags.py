@@ -20,7 +20,7 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the attention flags to a parser.
+    """Add the flags of multi-latent attention to a parser.
 
     All except the first have an effect only with the first, or with yarn.
     """
@@ -38,7 +38,9 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add the attention flags to a parser, except those that yarn also uses without latent attention."""
+    """Add the attention flags to a parser, except those that yarn also uses without multi-latent
+    attention.
+    """
     add(
         "--multi-latent-attention",
         action="store_true",
@@ -72,7 +74,7 @@ def add_attention(add: Add) -> None:
 
 
 def add_prediction(add: Add) -> None:
-    """Add the flags of multi-token prediction."""
+    """Add the flags of multi-token prediction to a parser."""
     add(
         "--mtp-num-layers",
         type=positive,

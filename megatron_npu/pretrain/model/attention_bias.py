@@ -1,4 +1,4 @@
-"""Add a bias to only the output projection of attention.
+"""Add a bias to the output projection of attention, and to no other layer.
 
 megatron-core has no flag for this.
 """

@@ -10,7 +10,7 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check both groups of flags, and set the type of the rotary embedding.
+    """Check the flags of both features, and set the type of the rotary embedding.
 
     Raises:
         UsageError: a flag requires another, or megatron-core would ignore a flag.

@@ -1,4 +1,4 @@
-"""Collect the data of the dashboard in one JSON object."""
+"""Collect the data that the dashboard shows in one JSON object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTS = ("world_size", "train_iters", "global_batch_size", "seq_length")
 
 
 class Run:
-    """Run that is read from its JSON-lines file, which may still grow.
+    """A run whose data is read from its JSON-lines file, to which lines may still be added.
 
     Args:
         metrics: the file; it may not exist yet.
@@ -37,7 +37,7 @@ class Run:
         self._text, self._version, self._next = "", 0, 0.0
 
     def snapshot(self, at_once: bool = False) -> tuple[int, str]:
-        """Return the newest state as JSON, and its version number, which increases with each change.
+        """Return the newest state of the run as JSON, and a version number that increases with each change.
 
         The curves of a long run are not processed again on every call.
 
@@ -103,7 +103,7 @@ def _state(history: History) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number unchanged, and None for any other value.
+    """Return a finite number unchanged, and None for everything else.
 
     The file is untrusted.
     """
@@ -138,7 +138,7 @@ def _newest(points: Points) -> float | None:
 
 
 def _machines(history: History) -> list[dict[str, Any]]:
-    """Return the machines with their ranks, the ranks' times in milliseconds, and the slow ranks."""
+    """Return the machines with their ranks, the times of the ranks in milliseconds, and the slow ranks."""
     times = history.forward_ms
     slow = slow_ranks(times, history.stages)
     found: dict[str, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def _machines(history: History) -> list[dict[str, Any]]:
 
 
 def _samples(history: History) -> list[dict[str, Any]]:
-    """Return the newest samples, newest first."""
+    """Return the newest sample texts, the newest first."""
     rows = [
         {"iteration": iteration, **text}
         for iteration in sorted(history.samples, reverse=True)
@@ -161,7 +161,7 @@ def _samples(history: History) -> list[dict[str, Any]]:
 
 
 def thinned(points: Points, most: int = POINTS) -> dict[str, list[float]]:
-    """Return a curve with at most ``most`` points as lists ``x`` and ``y``.
+    """Return a curve with at most ``most`` points, as lists ``x`` and ``y``.
 
     A long curve is divided into equal intervals and reduced to their means and extremes.
 
