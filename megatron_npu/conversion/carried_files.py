@@ -1,4 +1,6 @@
-"""Copy the files that a conversion does not change: tokenizer and generation settings."""
+"""Copy the files that a conversion does not change, which are those of the tokenizer and the generation
+settings.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def remove_tokenizer(folder: Path) -> None:
 
 
 def vocabularies(folder: Path) -> list[str]:
-    """Return the names of the files in a folder from which a tokenizer can be created."""
+    """Return the names of those files in a folder from which a tokenizer can be created."""
     return [path.name for path in _present(folder, TOKENIZER) if path.name in _VOCABULARIES]
 
 
@@ -68,7 +70,7 @@ def _templates(folder: Path) -> Iterator[Path]:
 
 
 def _inside(path: Path, folder: Path) -> Path:
-    """Return the target of a symbolic link, or the path itself if it is not a link.
+    """Return the target of a symbolic link, or the path itself if it is no link.
 
     The copied files are distributed with the checkpoint, so a link must not make an unrelated file part of
     it. Links are common, because the cache of huggingface_hub consists of them:

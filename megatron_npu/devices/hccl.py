@@ -20,7 +20,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size of a group's HCCL buffer in MiB from its options, or None if it is not set."""
+    """Return the size of a group's HCCL buffer in MiB, which its options set, or None if they do not."""
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
@@ -45,7 +45,7 @@ def _options_of(group: dist.ProcessGroup) -> Any:
 
 
 def group_options(config: dict[str, int], high_priority: bool) -> Any:
-    """Return process-group options for torch_npu.
+    """Return options for a process group in the form that torch_npu accepts.
 
     Args:
         config: the settings of the communicator under HCCL's names: ``hccl_buffer_size`` in MiB,
@@ -61,7 +61,7 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
 
 
 def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce_scatter`` that accepts non-contiguous parts, such as columns of a matrix.
+    """Return a ``reduce_scatter`` that accepts parts that are not contiguous, such as columns of a matrix.
 
     NCCL accepts them. torch_npu combines the parts with the strides of the first part, and then rejects the
     result.

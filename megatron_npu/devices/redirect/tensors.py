@@ -1,4 +1,6 @@
-"""Redirect device queries and moves of tensors and modules: ``to``, ``cuda``, ``type`` and ``is_cuda``."""
+"""Redirect methods of tensors and modules that query or change the device: ``to``, ``cuda``, ``type`` and
+``is_cuda``.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types, and reports these types to
+    """Return a ``Tensor.type`` that accepts the tensor types of torch.cuda, and returns these types to
     Megatron.
     """
     original = torch.Tensor.type

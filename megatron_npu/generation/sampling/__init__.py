@@ -1,1 +1,3 @@
-"""Generate text with a GPT model in memory: token selection and the Sampler, independent of checkpoints."""
+"""Generate text with a GPT model that is in memory: select tokens and define the Sampler, which reads no
+checkpoints.
+"""

@@ -1,4 +1,4 @@
-"""List, verify and prune the checkpoints in a folder: ``megatron-npu checkpoint``."""
+"""``megatron-npu checkpoint``: list, verify and prune a folder of checkpoints."""
 
 from __future__ import annotations
 

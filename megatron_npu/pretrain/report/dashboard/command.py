@@ -1,4 +1,4 @@
-"""Serve the dashboard of a finished or running job: ``megatron-npu dashboard``."""
+"""``megatron-npu dashboard``: serve the dashboard of a finished or running job."""
 
 from __future__ import annotations
 
