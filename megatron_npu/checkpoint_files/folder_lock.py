@@ -1,4 +1,4 @@
-"""Lock a folder for one run at a time with a kernel lock, which is released when the process ends.
+"""Lock a folder for one run at a time, with a lock of the kernel that is released when the process ends.
 
 A ``filelock`` would be inherited by forked children (data loaders, checkpoint writers) and held until the
 last of them ends.
@@ -67,7 +67,7 @@ def held() -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Release the lock."""
+    """Release the lock of a folder."""
     _held.discard(descriptor)
     os.close(descriptor)
 

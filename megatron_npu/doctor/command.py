@@ -13,7 +13,8 @@ from megatron_npu.doctor.advice import Report, advice
 
 
 def main(argv: list[str]) -> int:
-    """Print versions, devices, the detected Megatron, and the results of operation and communication tests.
+    """Print versions, devices, the Megatron that was found, and the results of checking operations and
+    communication.
 
     Returns:
         0 if a run is expected to work, 1 if there is advice to follow; always 0 with ``--known-bugs``.
@@ -74,7 +75,7 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return all findings of the doctor.
+    """Return everything that the doctor has found.
 
     If ``quick`` is set, no processes are started.
 
@@ -128,7 +129,7 @@ def text(report: Report) -> str:
 
 
 def _of(report: Report) -> str:
-    """Return the name of the Megatron to which the verdict applies.
+    """Return the name of the Megatron that the report describes.
 
     Scripts of another Megatron would import that one.
     """
@@ -146,7 +147,7 @@ def _rows(content: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return one line for a plain value, or one line per element of a list of tables."""
+    """Return a plain value as one line, and a list of tables as one line per element."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_plain(row) for row in value]
     return [_plain(value)]

@@ -23,7 +23,7 @@ class NotAsked(str):
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one upstream symbol. Adaptors create it with the decorators of ``registry``.
+    """One change to one symbol of upstream. Adaptors create it with the decorators of ``registry``.
 
     Attributes:
         target: ``package.module:Qual.name``.
@@ -72,7 +72,7 @@ class Patch:
 
     @property
     def qualname(self) -> str:
-        """The dotted name of the target inside its module."""
+        """The dotted name of the target within its module."""
         return self.target.partition(":")[2]
 
     @property
@@ -95,7 +95,7 @@ class Patch:
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
-        """Return True if the patch applies to this version of ``upstream``."""
+        """Return True if the patch is meant for this version of ``upstream``."""
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
@@ -110,7 +110,7 @@ class Patch:
 
 @cache
 def _from_package(file: str) -> str:
-    """Return the path of a module's file, starting at its top-level package."""
+    """Return the path of a module's file, starting with its top-level package."""
     path = Path(file)
     top = path
     while (top.parent / "__init__.py").is_file():
@@ -119,8 +119,8 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return values that identify a patch record that is registered twice: location, text and name of
-    ``make``.
+    """Return values by which a patch record that is registered twice is recognized: location, text and
+    name of ``make``.
     """
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"

@@ -26,7 +26,7 @@ def installed() -> bool:
 
 
 def choose(device: str) -> None:
-    """Make DeepSpeed use ``cpu``, ``cuda`` or ``npu``. Call this before DeepSpeed is imported.
+    """Make DeepSpeed use the device ``cpu``, ``cuda`` or ``npu``. Call this before DeepSpeed is imported.
 
     Raises:
         UsageError: DeepSpeed is not installed.
@@ -43,7 +43,8 @@ def choose(device: str) -> None:
 
 
 def compile_nothing() -> None:
-    """Disable DeepSpeed's shared-memory communication, which would be compiled at its first start on a CPU.
+    """Disable DeepSpeed's communication through shared memory, which would be compiled at its first start on
+    a CPU.
 
     Only inference uses it, and an interrupted compilation blocks all later ones (``extension_locks``).
     """

@@ -33,7 +33,7 @@ def print_on_signal() -> bool:
 
 
 def leave_signal() -> None:
-    """Undo ``print_on_signal``, unless the program has installed its own handler since then."""
+    """Undo ``print_on_signal``, unless the program has installed its own handler in the meantime."""
     usr1 = getattr(signal, "SIGUSR1", None)
     if usr1 is None or not _is_free(usr1):
         return
@@ -48,10 +48,13 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing. ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed."""
+    """Do nothing when the signal arrives, because another handler prints the stacks.
+
+    ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed.
+    """
 
 
 def print_now() -> None:
-    """Print the stacks of all threads."""
+    """Print the stacks of all threads to stderr."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -1,4 +1,4 @@
-"""Read the symbols that a shared library requires and defines with ``readelf`` (part of binutils).
+"""Read with ``readelf`` (part of binutils) which symbols a shared library requires and defines.
 
 binutils are installed with every g++.
 """
@@ -23,7 +23,7 @@ _SYMBOL = re.compile(
 
 @dataclass
 class SharedLibrary:
-    """Dynamic symbol table of a shared library.
+    """The dynamic symbols of a shared library.
 
     Attributes:
         needed: the names of the libraries it is linked against (DT_NEEDED).

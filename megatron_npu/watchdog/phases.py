@@ -1,4 +1,4 @@
-"""Record the current phase of the main thread, which running code enters by name."""
+"""Record the current phase of the main thread, which code enters under a name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _entered: list[Name] = []  # the innermost one last; another thread reads it
 
 @contextlib.contextmanager
 def phase(name: Name) -> Iterator[None]:
-    """Enter a phase for the block or the decorated function.
+    """Mark the ``with`` block or the decorated function as a phase of the main thread.
 
     An inner phase takes precedence.
 

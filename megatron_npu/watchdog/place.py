@@ -1,4 +1,4 @@
-"""Read the main thread's position from its stack in another thread, without cost to the main thread."""
+"""Read the main thread's position from its stack in another thread, at no cost to the main thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAIT = "selectors"  # in which they do so
 
 @dataclass(frozen=True)
 class Place:
-    """Description of the position of a thread.
+    """A description of the position of a thread in the program.
 
     Attributes:
         phase: the phase of the run; see ``phases``.
@@ -76,8 +76,8 @@ def of_main_thread() -> Place:
 
 
 def _waits_for_people(frames: list[FrameType]) -> bool:
-    """Return True if the process waits for people: a server for requests, or a prompt or debugger for a
-    user.
+    """Return True if the process waits for a person: a server for requests, or a prompt or debugger for
+    input.
     """
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True

@@ -121,8 +121,6 @@ def are_hidden(rows: Dataset, column: str) -> bool:
 def not_given_away(dataset: Any) -> bool:
     """Return True if the samples have the label -1, which stands for an unpublished label.
 
-    The hub uses this value for hidden labels.
-
     Only the first few samples are checked, because a dataset hides either all of its labels or none.
     """
     few = [dataset[index] for index in range(min(8, len(dataset)))] if dataset is not None else []
@@ -218,8 +216,6 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
     """Return class numbers and names if the numbers are consecutive but start above 0, such as 1 to 5 stars.
-
-    The numbers serve as names.
 
     The model is saved with these names, so it can be trained further on the same data. Returns None if the
     numbers are not consecutive or do not start above 0.

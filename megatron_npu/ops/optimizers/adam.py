@@ -309,7 +309,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` from ``value``, an fp32 tensor.
+        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` from an fp32 tensor, ``value``.
 
         If remainders are stored, the parameter itself becomes the rounded main weight.
         """

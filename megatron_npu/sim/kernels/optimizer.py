@@ -1,4 +1,4 @@
-"""Reference kernel for the fused AdamW step."""
+"""Define a reference kernel for the fused AdamW step."""
 
 from __future__ import annotations
 
