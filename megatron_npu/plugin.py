@@ -126,8 +126,8 @@ def redirect(scripts: str) -> None:
 
 
 def redirect_program() -> None:
-    """Redirect torch to this machine's device for the program of this process, as ``megatron-npu run
-    --redirect`` does for a script.
+    """Redirect torch to this machine's device in this process, as ``megatron-npu run --redirect`` does for a
+    script.
 
     Raises:
         UsageError: see ``redirect``; or CUDA's variable selects NPUs, but torch_npu is already imported.
@@ -225,7 +225,7 @@ def _guard_rendezvous(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _kept_environment(*names: str) -> Iterator[None]:
-    """Restore the environment variables with the given names at the end of the block."""
+    """Restore the environment variables with the given names at the end of the ``with`` block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

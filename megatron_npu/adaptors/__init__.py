@@ -1,4 +1,4 @@
-"""Replace Megatron's functions and classes with our operations; each upstream has its own folder."""
+"""Replace functions and classes of Megatron with our operations; each upstream has its own folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDERS = {
 
 
 def register(upstream: str) -> None:
-    """Import every adaptor module of ``upstream``, each of which records its patches.
+    """Import all adaptor modules of ``upstream``, which record their patches.
 
     Raises:
         ModuleNotFoundError: there are no adaptors for that upstream.

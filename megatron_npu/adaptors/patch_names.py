@@ -66,7 +66,7 @@ _SOME = 5  # close names that an error lists
 
 
 def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
-    """Return a line with the numbers of functions from the guide that are replaced and that are only watched.
+    """Return a line that counts how many functions of the guide are replaced and how many are only watched.
 
     Args:
         patches: patches from the ledger.

@@ -18,7 +18,7 @@ from megatron_npu.base.flag_names import instead_of, nearest
 
 
 class Unfit(argparse.ArgumentTypeError):
-    """Raised when a flag does not accept a value.
+    """Raised when a flag does not accept the given value.
 
     The message describes the accepted values.
     """
@@ -127,7 +127,7 @@ def metavar_of(action: argparse.Action) -> str:
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return the default of a flag as it would be typed on a command line.
+    """Return the default of a flag in the form in which a user would type it.
 
     The result is empty for a switch and for a flag without a default.
     """

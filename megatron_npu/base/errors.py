@@ -45,7 +45,9 @@ def no_processes() -> UsageError:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that the memory of the host, or the limit of this process, is used up."""
+    """Return True if an error means that the host has no memory left or that this process has reached its
+    limit.
+    """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     allocators = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -95,8 +97,8 @@ class UsageError(Exception):
         return f"{self.given}; expected {self.expected}" if self.expected else self.given
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
-        """Support pickling of the error, because torch sends the error of a failed rank to the other
-        ranks.
+        """Return the data for pickling the error, because torch sends the error of a failed rank to the
+        other ranks.
         """
         return UsageError, (self.given, self.expected, self.remedy)
 

@@ -115,7 +115,7 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Return True if a temporary file is a regular file that no process has locked.
+    """Return True if a temporary file is a regular file that is not locked by any process.
 
     Pipes are not opened.
     """
@@ -369,13 +369,13 @@ def _replaced_folder(path: Path) -> Path:
 
 
 def sync(stream: IO[bytes]) -> None:
-    """Make sure that a file that was written is on the disk."""
+    """Flush a written file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Make sure that the entries of a folder are on the disk."""
+    """Flush the directory entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Instead(NamedTuple):
-    """The replacement of a flag, for those commands that have a certain other flag.
+    """The replacement of a flag in those commands that have a certain other flag.
 
     Attributes:
         where: the flag that a command must have for ``text`` to apply to it.

@@ -50,7 +50,7 @@ def text(path: str | Path) -> str:
 
 
 def is_device(path: str | Path) -> bool:
-    """Return True if a path is a device that has no end, such as /dev/zero, or a socket.
+    """Return True if a path is a socket, or a device whose content never ends, such as /dev/zero.
 
     Terminals and /dev/null, to which results may be written, do not count.
     """

@@ -8,7 +8,7 @@ _MISSING = object()
 
 
 class Replaced:
-    """Attributes of modules and classes that have been replaced.
+    """A collection of attributes of modules and classes that have been replaced.
 
     ``undo`` restores all of them.
     """
@@ -25,7 +25,7 @@ class Replaced:
         setattr(owner, name, value)
 
     def set_once(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute as ``set`` does, unless any attribute is already replaced."""
+        """Set an attribute as ``set`` does, unless another attribute is already replaced."""
         if not self:
             self.set(owner, name, value)
 

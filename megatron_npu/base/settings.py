@@ -93,7 +93,7 @@ class Variable:
         return self.type(text)
 
     def enabled(self) -> bool:
-        """Return True if a variable with the values on and off is on."""
+        """Return True if the value of an on/off variable is on."""
         return self.get() == "1"
 
     def _text(self) -> str:

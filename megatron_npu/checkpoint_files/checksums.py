@@ -202,7 +202,7 @@ def damaged(folder: Path) -> list[str]:
 
 
 def of_other_sizes(folder: Path) -> list[str]:
-    """Return the files that are missing or have a wrong size, without reading the files."""
+    """Return the files that are missing or have the wrong size, without reading the files."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
     return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
@@ -305,7 +305,7 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that wrote a shard of a torch_dist checkpoint, according to the shard's file name,
+    """Return the rank that wrote a shard of a torch_dist checkpoint, as stated in the shard's file name,
     or None.
     """
     number = path.name.removeprefix("__").split("_")[0]

@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """The disks on which a run has a given folder, and the ranks that share each disk.
+    """The disks on which a run stores a given folder, and the ranks that share each disk.
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
@@ -76,7 +76,7 @@ _run = _Run()
 
 
 def copy_to(address: str | None) -> None:
-    """From now on, copy all checkpoints that are saved to an address in object storage, or to none."""
+    """From now on, copy all saved checkpoints to the given address in object storage, or to no address."""
     _run.copies_to = address or None
 
 
@@ -101,7 +101,7 @@ def leads() -> bool:
 
 
 def save_into(folder: Path) -> None:
-    """Determine which ranks share a disk, and remember this for later saves.
+    """Determine which ranks share a disk, and store the result for later saves.
 
     All ranks must call this.
     """
@@ -184,7 +184,7 @@ def told(folder: Path) -> str | None:
 
 
 def require_whole(folder: Path) -> None:
-    """Check that a checkpoint that a single process reads is complete, and not one machine's part.
+    """Check that a checkpoint to be read by a single process is complete, and not only one machine's part.
 
     Raises:
         UsageError: the folder contains only a part.

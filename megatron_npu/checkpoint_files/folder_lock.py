@@ -1,4 +1,4 @@
-"""Lock a folder for one run at a time, with a lock of the kernel that is released when the process ends.
+"""Lock a folder for one run at a time with a kernel lock, which is released when the process ends.
 
 A ``filelock`` would be inherited by forked children (data loaders, checkpoint writers) and held until the
 last of them ends.

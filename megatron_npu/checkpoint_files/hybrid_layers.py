@@ -85,7 +85,7 @@ def _layer_of(entry: Any) -> int:
 
 
 def _without_layers(entry: Any) -> Any:
-    """Remove the layer axis, also from tensors that a factory builds later."""
+    """Remove the layer axis, including from tensors that a factory builds later."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

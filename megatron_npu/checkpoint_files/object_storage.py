@@ -172,7 +172,7 @@ def _declare(storage: Storage, name: str) -> None:
 
 
 def _together(storage: Storage, folder: Path, work: Callable[[], object]) -> None:
-    """Run a function on this rank, and wait until all other ranks have run theirs.
+    """Run a function on every rank, and wait until all ranks have run it.
 
     Raises:
         UploadError: a rank has failed.
@@ -207,7 +207,7 @@ def _rank() -> int:
 
 
 def fetch(address: str, load: str, step: int | None = None) -> None:
-    """Make the newest complete checkpoint in a storage the newest one in the ``--load`` folder.
+    """Make the newest complete checkpoint in object storage the newest one in the ``--load`` folder.
 
     Each process calls this before it looks for the checkpoint; one of those that share the folder copies it.
 
@@ -272,7 +272,7 @@ def _bring(storage: Storage, root: Path, iteration: int) -> None:
 
 
 def _is_there(storage: Storage, place: Path, sizes: dict[str, int]) -> bool:
-    """Return True if a folder contains the files of a checkpoint, apart from files of other machines."""
+    """Return True if a folder contains the files of a checkpoint, except for those of other machines."""
     away = disks.absent(place)
     for name, size in sizes.items():
         path = place / name

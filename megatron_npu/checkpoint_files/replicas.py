@@ -20,7 +20,8 @@ Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class ReplicasDifferError(RuntimeError):
-    """Raised when replicas have diverged, because training would continue with several different models.
+    """Raised when replicas have diverged, because training would continue with different models on different
+    ranks.
 
     Args:
         what: ``weight`` or ``gradient of``.
@@ -39,7 +40,7 @@ class ReplicasDifferError(RuntimeError):
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:
-        """Support pickling of the error, so that ranks can send it to each other."""
+        """Return the data for pickling the error, so that ranks can send it to each other."""
         return type(self), (self.what, self.name, self.ranks, self.others)
 
 
@@ -104,7 +105,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
-    """Raise ``ReplicasDifferError``, given the digests of all tensors on each of ``ranks``."""
+    """Raise ``ReplicasDifferError``, given the digests of all tensors on each of the ``ranks``."""
     names = dict.fromkeys(name for each in digests for name in each)
     differing = [name for name in names if len({each.get(name) for each in digests}) > 1]
     first = [each.get(differing[0]) for each in digests]
@@ -151,8 +152,8 @@ def check_megatron_gradients(chunks: Sequence[Any]) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """Return the gradient of a parameter from Megatron's buffer, or its own gradient if there is no
-    buffer.
+    """Return the gradient of a parameter from Megatron's buffer or, without such a buffer, its own
+    gradient.
     """
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 

@@ -127,7 +127,9 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
 
 
 def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
-    """Return True if a condition on a folder becomes true, with time for delays of network file systems."""
+    """Return True if a condition on a folder becomes true, allowing time for delays of network file
+    systems.
+    """
     if holds():
         return True
     end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]
@@ -168,7 +170,7 @@ def _gathered(own: Any) -> list[tuple[Any, str]]:
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Return the names of those machines on which the value of a rank satisfies ``of``."""
+    """Return the names of the machines that have a rank whose value satisfies the condition ``of``."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

@@ -99,7 +99,7 @@ def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value in a tensor, or infinity if it contains NaN."""
+    """Return the largest absolute value in a tensor, or infinity if the tensor contains NaN."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return 0.0
     least, most = torch.aminmax(tensor.detach())

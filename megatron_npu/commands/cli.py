@@ -191,7 +191,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit code, which is 2 for invalid input."""
+    """Run one subcommand, and return its exit code, which is 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
     standard_streams.open_closed()
     _write_any_character()
@@ -316,7 +316,7 @@ def _write_any_character() -> None:
 
 
 def _write_whole_lines() -> None:
-    """Write whole lines to standard output, even under ``python -u``.
+    """Write only whole lines to standard output, even under ``python -u``.
 
     The ranks started by torchrun share one pipe.
 

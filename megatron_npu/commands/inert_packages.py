@@ -80,7 +80,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Module(types.ModuleType):
-    """A module in which every name exists, and in which no name does anything."""
+    """A module in which every name exists and has no effect."""
 
     def __getattr__(self, name: str) -> Any:
         return _inert(name, self.__name__)

@@ -70,7 +70,7 @@ def _templates(folder: Path) -> Iterator[Path]:
 
 
 def _inside(path: Path, folder: Path) -> Path:
-    """Return the target of a symbolic link, or the path itself if it is no link.
+    """Return the target of a symbolic link, or the path itself if it is not a link.
 
     The copied files are distributed with the checkpoint, so a link must not make an unrelated file part of
     it. Links are common, because the cache of huggingface_hub consists of them:

@@ -101,4 +101,4 @@ class Family(ABC):
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor follows from ``config.json``, so that it need not be converted."""
+        """Return True if ``config.json`` determines a tensor, which then need not be converted."""

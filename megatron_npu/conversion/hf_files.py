@@ -65,8 +65,8 @@ class Source:
         self._files = {name: file for file in _files(folder) for name in self._content(file).keys()}  # noqa: SIM118
 
     def _content(self, file: Path) -> Any:
-        """Return the content of a file: a dict, or an open safetensors reader, whose ``keys()`` are its
-        names.
+        """Return the content of a file, which is a dict or an open safetensors reader, whose ``keys()``
+        are its names.
         """
         if file not in self._open:
             self._open[file] = _unpickled(file) if file.suffix == ".bin" else _opened(file)
@@ -151,7 +151,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of the files in a folder that contain its tensors."""
+    """Return the paths of those files in a folder that contain its tensors."""
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         if (folder / index).is_file():
             return _shards(folder / index)

@@ -1,4 +1,4 @@
-"""Support Llama and similar models, with grouped-query attention, RoPE on halves, gated MLPs and RMSNorm.
+"""Support Llama and similar models, with grouped-query attention, RoPE, gated MLPs and RMSNorm.
 
 Each model type is described by a ``Kind``, which specifies the biases that the model has, and whether it has
 an attention window or norms for queries and keys. The code is shared by all model types.
@@ -128,11 +128,11 @@ class Kind(Family):
         return [word for each in words for word in each] + switches
 
     def _mixture_flags(self, config: Config) -> dict[str, object]:
-        """Return those flags for mixtures of experts that take a value."""
+        """Return those mixture-of-experts flags that take a value."""
         return {}
 
     def _mixture_switches(self, config: Config) -> list[str]:
-        """Return those flags for mixtures of experts that take no value."""
+        """Return those mixture-of-experts flags that take no value."""
         return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
@@ -286,7 +286,9 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Return the names of tensors in the files unchanged, because the weight map uses the same names."""
+        """Return the names of tensors in the files unchanged, because these are also their names in the
+        weight map.
+        """
         return {name: name for name in stored}
 
     @staticmethod

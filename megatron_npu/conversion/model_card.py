@@ -95,7 +95,7 @@ def _data(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _losses(found: CheckpointInfo) -> dict[str, float]:
-    """Return the losses in the run's summary, or an empty dict if it does not belong to this checkpoint."""
+    """Return the losses in the run's summary, or an empty dict if the summary is for another checkpoint."""
     try:
         summary = json.loads(files.text(found.path.parent / "summary.json"))
         same = summary["iterations"] == found.iteration

@@ -1,4 +1,4 @@
-"""Describe a conversion as the command line requests it."""
+"""Describe a conversion that is requested on the command line."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def convert(request: Request, part: Path) -> Iterator[str]:
 
 
 def _for_a_shell(words: list[str]) -> str:
-    """Join words into a line that is read in the same way by a shell and by ``$(cat …)``.
+    """Join words into a line that a shell and ``$(cat …)`` read in the same way.
 
     For this reason, patterns for --moe-layer-freq are not quoted.
     """
@@ -107,7 +107,7 @@ def _arguments(place: Path, flags: list[str]) -> Flags:
 
 
 def _filled(args: Flags, family: Family, found: weights.Weights) -> torch.nn.Module:
-    """Return the model in host memory with the weights from the files."""
+    """Load the weights from the files into a model in host memory, and return the model."""
     config = model.transformer_config(args.changed(use_cpu_initialization=True))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)

@@ -79,7 +79,7 @@ def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> We
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer, and the order of the rows in their weights.
+    """The heads of an attention layer, and the order in which their weights contain rows.
 
     Attributes:
         queries: the number of query heads, np.
@@ -112,14 +112,18 @@ class Heads:
         return self.to_hf(query), self.to_hf(key), value
 
     def to_megatron(self, rows: Tensor) -> Tensor:
-        """Reorder the rows [heads·hn, …] of queries or keys for Megatron's rotary embedding."""
+        """Reorder the rows of the weights of queries or keys, [heads·hn, …], for Megatron's rotary
+        embedding.
+        """
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
         return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2).flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """Reorder the rows [heads·hn, …] of queries or keys for Hugging Face's rotary embedding."""
+        """Reorder the rows of the weights of queries or keys, [heads·hn, …], for Hugging Face's rotary
+        embedding.
+        """
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])

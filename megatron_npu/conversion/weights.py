@@ -52,7 +52,7 @@ def open_folder(folder: Path, family: Family) -> Weights:
 
 
 def check_names(found: Weights, family: Family, args: Flags) -> None:
-    """Check that exactly one mapping uses each stored tensor, and that no tensor is missing.
+    """Check that each stored tensor is used by exactly one mapping, and that no tensor is missing.
 
     The files may also contain tied copies of other tensors, and tensors that can be derived from the
     configuration (masks and frequencies). These tensors are compared and then skipped.
@@ -124,8 +124,8 @@ def stored_dtype(found: Weights) -> torch.dtype:
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the number of bytes that a conversion needs: those of all weights and twice those of the
-    largest.
+    """Return the number of bytes that a conversion needs: the size of all weights plus twice that of the
+    largest one.
     """
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize

@@ -17,7 +17,7 @@ _LIMIT = 28  # max_window_layers where config.json has no such key
 
 
 def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, object]:
-    """Return the flags for attention windows that correspond to ``config.json``.
+    """Return the flags for the attention windows that ``config.json`` describes.
 
     ``sliding_window`` also counts the query's own token.
 
@@ -54,7 +54,7 @@ def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[
 
 
 def _has_window(number: int, limit: int, which: Layers) -> bool:
-    """Return True if a layer has a window according to all keys other than ``layer_types``."""
+    """Return True if a layer has a window according to the keys other than ``layer_types``."""
     if which == "late":
         return number >= limit
     return which == "all" or (number < limit and number % 2 == 0)

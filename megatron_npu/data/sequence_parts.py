@@ -1,6 +1,4 @@
-"""Select the part of a batch that a context-parallel rank processes, with the interface of each
-megatron-core version.
-"""
+"""Select the part of a batch that a context-parallel rank processes, for each version of megatron-core."""
 
 from __future__ import annotations
 

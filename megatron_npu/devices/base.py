@@ -16,8 +16,8 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Memory statistics of this process's device in bytes: memory in use, reserved by the allocator, and
-    at the peak.
+    """Memory statistics of this process's device in bytes: in use, reserved by the allocator, and the
+    peak.
     """
 
     allocated: int
@@ -143,11 +143,13 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the amounts of device memory in use, reserved, and in use at the peak, in bytes."""
+        """Return the bytes of device memory that are in use, that are reserved, and that were in use at
+        the peak.
+        """
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the fraction of recent time in which the device was busy, for any process, or None if
+        """Return the fraction of recent time in which any process kept the device busy, or None if it is
         unknown.
 
         The value is between 0 and 1, or None if it is unknown.

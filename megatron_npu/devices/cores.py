@@ -104,7 +104,7 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return the socket of a hardware thread, and the first hardware thread of its core.
+    """Return the socket of a hardware thread, and the first hardware thread of the same core.
 
     If the topology is unknown, each hardware thread counts as a core. ``core_id`` is not used, because cores
     on several dies or clusters may have the same ``core_id``.
@@ -127,7 +127,7 @@ def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tu
 
 
 def threads(ranks: int) -> int:
-    """Return the number of threads, at least one, that each of ``ranks`` ranks on this machine should use."""
+    """Return the number of threads, at least one, for each of the ``ranks`` ranks on this machine."""
     return max(1, len(available()) // ranks)
 
 

@@ -1,4 +1,6 @@
-"""Implement the CPU as a device, with gloo, a generator of its own, and resident memory as device memory."""
+"""Implement the CPU as a device, with gloo, a separate random generator, and resident memory as device
+memory.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ class CpuDevice(Device):
             self._swap_generators()
 
     def _swap_generators(self) -> None:
-        """Swap the default generator and the second generator, including their states."""
+        """Swap the default random generator and the second one, including their states."""
         device, host = self.device_generator, self.host_generator
         state = device.get_state()
         device.set_state(host.get_state())
@@ -129,7 +131,7 @@ class CpuDevice(Device):
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak of the resident memory, which only Linux supports.
+        """Reset the peak of the resident memory, if the system is Linux.
 
         On other systems, the peak covers the whole lifetime of the process.
         """

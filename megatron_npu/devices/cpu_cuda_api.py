@@ -65,7 +65,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds between this event and ``end``."""
+        """Return the time between this event and ``end`` in milliseconds."""
         return (end._time - self._time) * 1e3
 
 
@@ -114,7 +114,7 @@ class Stream:
 
 
 def _no_operation(*_: Any, **__: Any) -> None:
-    """Do nothing, because the operation has no meaning on a CPU."""
+    """Do nothing, because the operation is not needed on a CPU."""
 
 
 class _DeviceContext(contextlib.nullcontext):
@@ -167,7 +167,7 @@ def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
 
 
 def _index_of(which: Any) -> int:
-    """Return the index that an argument of ``torch.cuda.set_device`` stands for: an index, a name or a
+    """Return the index that an argument of ``torch.cuda.set_device`` refers to: an index, a name or a
     device.
     """
     if isinstance(which, CpuDeviceIndex):

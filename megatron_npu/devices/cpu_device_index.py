@@ -10,7 +10,7 @@ import torch
 
 
 def _on_index(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a method that behaves as in ``int`` and overrides the method inherited from ``str``."""
+    """Return a method that behaves like that of ``int`` and overrides the one inherited from ``str``."""
 
     def method(self: CpuDeviceIndex, other: Any) -> Any:
         return operation(int(self), int(other) if isinstance(other, CpuDeviceIndex) else other)
@@ -23,7 +23,7 @@ def _on_index_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., A
 
 
 class CpuDeviceIndex(str):
-    """An object that is an integer index for Python code and the device name ``cpu`` for torch.
+    """An object that Python code treats as an integer index and torch treats as the device name ``cpu``.
 
     On CUDA the result is an int, and Megatron uses it in every way that an int allows. An int does not work
     here, because torch without CUDA has no numbered devices. A ``torch.device`` does not work either, because
@@ -58,7 +58,7 @@ class CpuDeviceIndex(str):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: tuple = (), options: Any = None) -> Any:
-        """Handle ``torch.device("cuda", index)``, the only function for which torch asks this object."""
+        """Handle ``torch.device("cuda", index)``, the only function for which torch consults this object."""
         return torch.device("cpu") if function is torch.device else NotImplemented
 
     def __index__(self) -> int:

@@ -8,7 +8,7 @@ from megatron_npu.devices.base import Device, MemoryStatistics
 
 
 class CudaDevice(Device):
-    """An NVIDIA GPU, which is used through torch's CUDA build and NCCL."""
+    """An NVIDIA GPU, used through torch's CUDA build and NCCL."""
 
     name = "cuda"
     backend = "nccl"

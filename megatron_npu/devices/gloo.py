@@ -1,4 +1,6 @@
-"""Add NCCL features that Megatron requires to gloo, and let processes exit cleanly while groups exist."""
+"""Add NCCL features that Megatron requires to gloo, and let processes exit cleanly while process groups
+exist.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _THREADS = Path("/proc/self/task")
 
 
 def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as with NCCL.
+    """Return an ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` that ignores shapes, as NCCL does.
 
     gloo requires the larger tensor to have the shape of the stacked or concatenated smaller ones. Megatron
     gathers ``[s, b, h]`` shards into one flat buffer (``gather_split_1d_tensor``). Both are contiguous.
@@ -57,7 +59,7 @@ def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``scatter`` that accepts views that are not contiguous, such as columns of a matrix.
+    """Return a ``scatter`` that accepts non-contiguous views, such as columns of a matrix.
 
     gloo silently sends contiguous memory from a tensor's first element on, including gaps (torch 2.13). On
     other devices, copying such a view to the device makes it contiguous.
@@ -132,7 +134,7 @@ def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _All:
-    """Work handle that stands for several collectives."""
+    """Work handle that represents several collectives."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -148,7 +150,7 @@ class _All:
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_reduce`` or ``broadcast`` that rejects tensors with gaps in memory, as NCCL does.
+    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
 
     gloo reads and writes memory from the first element on, which silently produces wrong values (torch 2.13).
     """
@@ -180,7 +182,7 @@ def _require_no_gaps(name: str, tensor: Any) -> None:
 
 
 def drop_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``barrier`` that accepts ``device_ids`` but ignores it, because only NCCL uses it."""
+    """Return a ``barrier`` that accepts and ignores ``device_ids``, which only NCCL uses."""
 
     @functools.wraps(original)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -211,7 +213,7 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_with_one_thread() -> None:
-    """Make gloo's threads that start from now on copy gathered tensors with one OpenMP thread each.
+    """Make each gloo thread that starts from now on use only one OpenMP thread to copy gathered tensors.
 
     A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
     on. With OpenMP, each thread gets its own thread pool, which persists: after one gather, libgomp counts

@@ -20,7 +20,9 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size of a group's HCCL buffer in MiB, which its options set, or None if they do not."""
+    """Return the size in MiB of a group's HCCL buffer according to the group's options, or None if it is
+    not set.
+    """
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
@@ -61,7 +63,7 @@ def group_options(config: dict[str, int], high_priority: bool) -> Any:
 
 
 def scatter_sums_of_parts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce_scatter`` that accepts parts that are not contiguous, such as columns of a matrix.
+    """Return a ``reduce_scatter`` that accepts non-contiguous parts, such as columns of a matrix.
 
     NCCL accepts them. torch_npu combines the parts with the strides of the first part, and then rejects the
     result.

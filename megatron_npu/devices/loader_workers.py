@@ -1,6 +1,4 @@
-"""Make data-loader workers use unnamed shared memory, and report a worker that is killed in a one-line
-error.
-"""
+"""Make data-loader workers use unnamed shared memory, and report killed workers as one-line errors."""
 
 from __future__ import annotations
 
@@ -190,7 +188,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
-    """Try to get a batch, like the method of this name in torch.
+    """Try to get a batch, like torch's method of the same name.
 
     Return whether a batch has arrived, and the batch.
 
@@ -220,7 +218,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Get a batch, and raise an error as soon as a worker dies in the meantime."""
+    """Get a batch, or raise an error as soon as a worker dies."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)

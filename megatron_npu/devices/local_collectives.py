@@ -77,8 +77,8 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them at its
-    end.
+    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them before it
+    exits.
 
     Megatron's DDP wraps the collectives of all its buckets in this manager. With ``async_ops``, all of them
     must use gloo, because the manager returns their handles.
@@ -144,7 +144,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
-    """Return True if ``larger`` has room for one ``smaller`` per rank, and both are contiguous."""
+    """Return True if ``larger`` has the size of one ``smaller`` per rank, and both are contiguous."""
     return (
         larger.dtype == smaller.dtype
         and larger.numel() == ranks * smaller.numel()

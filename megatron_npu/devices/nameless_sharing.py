@@ -31,7 +31,7 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield replacements for the functions of torch and Python that create names for shared memory (Linux
+    """Yield replacements for the functions of torch and Python that give names to shared memory (Linux
     only).
     """
     if sys.platform == "linux":

@@ -1,5 +1,5 @@
-"""Implement Ascend NPUs as a device through torch_npu, without its ``transfer_to_npu``, which affects the
-whole process.
+"""Implement Ascend NPUs as a device through torch_npu, without the process-wide effects of
+``transfer_to_npu``.
 
 ``transfer_to_npu`` disables ``torch.jit.script`` and converts float64 to float32 in the whole process. The
 redirection of this package only remaps names of ``torch.cuda``.

@@ -1,4 +1,4 @@
-"""Collect small values, one set per step, in a single tensor."""
+"""Collect small values from many steps in a single tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Rows:
-    """Rows ``[b]`` or ``[b, n]`` that are appended to one tensor, whose size doubles when it is full.
+    """A collection of rows ``[b]`` or ``[b, n]`` in one tensor, whose size doubles when it is full.
 
     On a CPU, one small tensor per step would stay between the freed activations of that step, in a heap that
     keeps freed memory (``malloc.keep_freed_memory``): the next step's activations would not fit into the

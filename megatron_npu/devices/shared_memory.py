@@ -71,7 +71,7 @@ class Segment:
             self._stage += 1
 
     def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
-        """Write this rank's part of the sum of ``given`` to ``output``.
+        """Write this rank's part of the sum of ``given`` over the ranks to ``output``.
 
         Both tensors are flat and may overlap.
         """
@@ -118,7 +118,7 @@ class Segment:
             self._inbox(parts[reader], reader, self._rank, stage).copy_(parts[reader])
 
     def _add(self, own: Tensor) -> None:
-        """Add the values of the other ranks, which are in this rank's inbox, to this rank's part."""
+        """Add the other ranks' values from this rank's inbox to this rank's part."""
         for writer in self._others():
             own.add_(self._inbox(own, self._rank, writer))
 
@@ -143,7 +143,7 @@ class Segment:
         return self._bytes[begin : begin + like.numel() * like.element_size()].view(like.dtype)
 
     def _wait(self) -> None:
-        """Wait until all ranks of the group have arrived.
+        """Wait until all ranks of the group have reached this point.
 
         gloo raises an error if a rank has died.
         """

@@ -122,7 +122,9 @@ def _version(package: str) -> str | None:
 
 
 def _wrong_here(every: Sequence[Facts]) -> list[str]:
-    """Return how this machine differs from rank 0's machine, and problems with the ports of this machine."""
+    """Return how this machine differs from rank 0's machine, and any problems with the ports of this
+    machine.
+    """
     own, first = every[dist.get_rank()], every[0]
     if not own["first"]:
         return []
@@ -180,7 +182,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _wrong_on_device() -> list[str]:
-    """Compare a matmul with the host's result, compute a sum over all ranks, and return the problems."""
+    """Compare a matmul with the host's result, compute a sum over all ranks, and return any problems."""
     device, rank, ranks = devices.current(), dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(64.0).reshape(8, 8)
     faults = []
@@ -201,7 +203,7 @@ def _wrong_on_device() -> list[str]:
 
 
 def _not_shared(folder: str) -> list[str]:
-    """Return the problem that a folder is not shared, if this machine is the only one that has it."""
+    """Return an error if this machine does not see files that rank 0 writes to the shared folder."""
     seen, rank = shared_folder.views(Path(folder)), dist.get_rank()
     if not seen:
         alone = dist.get_world_size() == 1
@@ -239,7 +241,7 @@ def _measured(a: int, b: int) -> tuple[float, float]:
 
 
 def _ping(tensor: torch.Tensor, a: int, b: int) -> float:
-    """Send a tensor to the other rank and back, and return the time that this took in seconds."""
+    """Send a tensor to the other rank and back, and return the elapsed time in seconds."""
     devices.current().synchronize()
     began = time.perf_counter()
     for source, target in ((a, b), (b, a)):

@@ -1,4 +1,4 @@
-"""Run every kind of collective that Megatron uses in two processes, on the backend of the device.
+"""Run every kind of collective that Megatron uses, in two processes with the device's backend.
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 

@@ -75,7 +75,7 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return everything that the doctor has found.
+    """Return all findings of the doctor.
 
     If ``quick`` is set, no processes are started.
 
@@ -147,7 +147,7 @@ def _rows(content: dict[str, Any]) -> list[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return a plain value as one line, and a list of tables as one line per element."""
+    """Return one line for a plain value, or one line per element of a list of tables."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_plain(row) for row in value]
     return [_plain(value)]

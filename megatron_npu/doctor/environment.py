@@ -47,7 +47,7 @@ def put_on_path(path: str | None) -> str:
 
 
 def _around_this_clone() -> megatrons.Upstream | None:
-    """Return the Megatron that contains the clone of this project in the working directory, or None."""
+    """Return the Megatron that contains this project's clone in the working directory, or None."""
     here = Path.cwd()
     clones = (folder for folder in (here, *here.parents) if _is_clone(folder))
     return next((found for clone in clones if (found := megatrons.inside(clone.parent))), None)
@@ -65,8 +65,8 @@ def _first_on_path() -> megatrons.Upstream | None:
 
 
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
-    """Return the Megatron that would be imported, its location, the copies that it hides, and the states of
-    its patches.
+    """Return the Megatron that would be imported, its location, the copies that it shadows, and its patches'
+    states.
 
     ``pins`` compares each patch with the sources; this requires torch, because the adaptors import it.
     """
@@ -93,7 +93,7 @@ def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
 
 
 def _here(used: Path | None) -> dict[str, str]:
-    """Return the Megatron in the working directory if it is not the one in ``used``.
+    """Return the Megatron in the working directory if it differs from ``used``.
 
     Scripts started there use it.
     """

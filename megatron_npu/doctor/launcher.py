@@ -66,7 +66,7 @@ def _folder(executable: str) -> Path:
 
 
 def _behind_pyenv(script: str) -> str:
-    """Return the file that a shim of pyenv runs, or the script itself if it is not a shim."""
+    """Return the file that a pyenv shim runs, or the script itself if it is not a shim."""
     if "pyenv" not in _beginning(script):
         return script
     if Path(script).parent.name != "shims":

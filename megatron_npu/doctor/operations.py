@@ -62,8 +62,7 @@ def _plain_dropout_error(make: Make) -> float:
 
 
 def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
-    """Return the error of kept values relative to ``residual + x / 0.75``, and of dropped values to
-    ``residual``.
+    """Return the largest error of values kept by dropout, ``residual + x / 0.75``, and of dropped values.
 
     Raises:
         ArithmeticError: the fraction of dropped values is not the requested 0.25.

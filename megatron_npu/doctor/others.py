@@ -1,5 +1,5 @@
-"""Find other packages that replace layers or functions of Megatron, and determine which replacement is
-used.
+"""Find other packages that replace layers or functions of Megatron, and determine which replacement takes
+effect.
 """
 
 from __future__ import annotations

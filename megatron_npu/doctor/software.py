@@ -28,7 +28,7 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch, and return the reason for a failure on one line or None.
+    """Import torch, and return a one-line reason if this fails, or None.
 
     torch imports every installed device package at its end, and their exceptions look like torch's own. A
     second attempt without these packages shows which of them causes the failure.
@@ -123,7 +123,7 @@ def _cann() -> str | None:
 
 
 def _toolkit_file(pattern: str) -> str | None:
-    """Return the line of a file of the CANN toolkit that contains the version."""
+    """Return the line that contains the version from a file of the CANN toolkit."""
     for variable in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"):
         root = os.environ.get(variable)
         for path in sorted(Path(root).glob(pattern)) if root else []:
@@ -136,8 +136,8 @@ def _ascend_driver() -> str | None:
 
 
 def _nvidia_driver() -> str | None:
-    """Return the driver version in the line ``NVRM version: … Kernel Module 535.104.05 …`` of the kernel
-    module.
+    """Return the driver version from the kernel module's line, ``NVRM version: … Kernel Module 535.104.05
+    …``.
     """
     line = _line_with_version(_NVIDIA_DRIVER) or ""
     number = re.search(r"\d+\.\d+(\.\d+)?", line)

@@ -1,4 +1,4 @@
-"""Run checks in separate processes, because these checks may hang, crash or have side effects."""
+"""Run checks in separate processes, because the checks may hang, crash or have side effects."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def communication() -> dict[str, Any]:
 
 
 def ledger(root: str) -> dict[str, Any]:
-    """Import the modules that are patched in the Megatron in ``root``, and return the states of their
-    patches.
-    """
+    """Import the patched modules of the Megatron in ``root``, and return the states of the patches."""
     return _together({"ledger": _ledger(root)})["ledger"]
 
 
@@ -165,7 +163,7 @@ def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[s
 
 
 def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
-    """Wait until a process ends, and return its output and its problem (one line or None)."""
+    """Wait until a process ends, and return its output, and its problem as one line or None."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -22,7 +22,7 @@ _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """The settings with which a text is generated for an lm-eval task.
+    """The settings for generating a text in an lm-eval task.
 
     Attributes:
         until: the strings that end the generation and are not part of the result.
@@ -38,7 +38,7 @@ class Wish:
 
     @classmethod
     def of(cls, wanted: Mapping[str, Any], tokens: int) -> Wish:
-        """Return the generation settings of a request.
+        """Read the generation settings from a request.
 
         Args:
             wanted: the keywords of the request.

@@ -29,7 +29,7 @@ from megatron_npu.pretrain.run import initialize, layout
 
 
 class Found(NamedTuple):
-    """The result of the model for one passage.
+    """The model's result for one passage.
 
     Attributes:
         example: the passage.
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(line: int, row: Found) -> dict[str, Any]:
-    """Return the JSON record of a passage, in which tokens are given as ids."""
+    """Return the JSON record of a passage, in which tokens are represented by their ids."""
     return {
         "line": line,
         "correct": row.correct,

@@ -54,7 +54,7 @@ def require(asked: argparse.Namespace) -> None:
 
 
 def why_lost(output_path: Path, since: float) -> str:
-    """Return the reason why a run that ended normally has written no results.
+    """Return the reason why a run that ended normally has no results.
 
     The text is empty if there are results.
 

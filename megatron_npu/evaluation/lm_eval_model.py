@@ -46,7 +46,7 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of c
 
 @register_model("megatron_npu")
 class MegatronNpu(TemplateLM):
-    """A checkpoint that lm-eval can evaluate, running in one or several processes.
+    """A checkpoint for evaluation by lm-eval, which runs in one or several processes.
 
     If neither parallel size is given, each process has a copy of the model, and the requests are divided
     among the processes. If a size is given, the processes share one model, and the first process sends all
@@ -147,7 +147,7 @@ class MegatronNpu(TemplateLM):
     # what lm-eval asks of several processes
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes in concatenated form."""
+        """Concatenate the tensors of all processes, and return the result."""
         if self._world_size == 1:
             return tensor
         found: list[Any] = [None] * self._world_size
@@ -243,8 +243,8 @@ class MegatronNpu(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each request's continuation, and whether it is what greedy decoding
-        generates.
+        """Return the log-likelihood of each request's continuation, and whether greedy decoding would
+        generate it.
 
         If a text is too long, only its last tokens are used. Requests whose texts differ only in their last
         token, such as one-token answers to the same question, share one computation.
@@ -267,7 +267,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, computed in windows as long as the model's context."""
+        """Return the log-likelihoods of whole texts, computed in windows of the model's context length."""
         windows: list[Request] = []
         numbers = []
         for (string,) in (request.args for request in requests):
@@ -303,7 +303,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
-        """Yield groups of request indices that contain several batches, and show the progress."""
+        """Yield groups of request indices, each for several batches, and show the progress."""
         size = _BLOCK * self.batch
         with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
             for start in range(0, len(order), size):
@@ -316,7 +316,9 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return the last ids of a context, as many as fit into the model together with the answer."""
+        """Return the last ids of a context, so that the context and the answer together fit into the
+        model.
+        """
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(

@@ -40,7 +40,7 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
             return len(data)
 
         def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
-            """Open the file, so that its content is replaced only after it is complete.
+            """Open the file in such a way that its content is replaced only when the new content is complete.
 
             A file opened for writing or appending is replaced at the end of the block.
             """

@@ -142,7 +142,7 @@ def _environment() -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items or bits that the result of an operator has.
+    """Return the number of items or bits in the result of an operator.
 
     The result is 0 for operators without a size limit.
     """

@@ -214,7 +214,7 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
 
 
 def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
-    """Reject a number of tokens that is larger than the number of positions of the model."""
+    """Reject a number of tokens that exceeds the number of the model's positions."""
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
@@ -232,7 +232,7 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
 def generate(
     load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
 ) -> str:
-    """Return a prompt with its continuation, up to an end-of-document token, using only this process.
+    """Return a prompt and its continuation, up to an end-of-document token, using only this process.
 
     Args:
         load: the folder that was given to ``--save``.

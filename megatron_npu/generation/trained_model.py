@@ -61,7 +61,7 @@ def add_checkpoint(add: Add) -> None:
 
 
 def precision(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments from training that ``--fp16`` or ``--bf16`` overrides.
+    """Return the training arguments that ``--fp16`` or ``--bf16`` overrides.
 
     Raises:
         UsageError: both flags are given.

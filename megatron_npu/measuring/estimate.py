@@ -1,5 +1,4 @@
-"""Estimate the minimum memory that a rank needs before a row starts, so that the machine does not run out of
-memory.
+"""Estimate the minimum memory of a rank before a row starts, so that the machine does not run out of memory.
 
 The estimate is a calculated lower bound. A row whose bound exceeds the limit cannot fit, and other rows may
 still run out of memory (OOM).
@@ -15,7 +14,8 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound on the bytes of model states and activations on the rank with the most.
+    """Return a lower bound for the bytes of model states and activations on the rank that needs the most
+    memory.
 
     Args:
         job: the row's job.
@@ -48,7 +48,8 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
 
 
 def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
-    """Return the bytes per parameter that weight, gradient and optimizer state take without sharding.
+    """Return the number of bytes per parameter for the weight, the gradient and the optimizer state without
+    sharding.
 
     With mixed precision, Megatron's model has weights of 2 bytes, gradients of 4 (bf16) or 2 (fp16), and 12
     in the optimizer. With autocast (Transformers), weights stay fp32: 4 + 4 + 8 bytes.

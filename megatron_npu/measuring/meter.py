@@ -24,7 +24,7 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 
 @dataclass
 class Meter:
-    """Measures the step times and the memory of one rank.
+    """Meter that measures the step times and the memory of one rank.
 
     On NPU and CUDA, the memory is the peak of the device's allocator. On a CPU, it is the peak of the
     resident set minus its size before the model was built, so Python and its packages do not count. The peak
@@ -126,7 +126,7 @@ def lift_limit() -> None:
 
 
 def _data() -> int:
-    """Return the number of bytes of this process that RLIMIT_DATA limits."""
+    """Return how many bytes of this process's memory count towards RLIMIT_DATA."""
     try:
         line = next(
             row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmData:")

@@ -41,7 +41,9 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return the job for the ranks of a row, with the amount of memory that each rank may use now."""
+        """Return the job for the ranks of a row, with the amount of memory that each rank may currently
+        use.
+        """
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 

@@ -1,4 +1,5 @@
-"""Run one rank of a row, as ``python -m megatron_npu.measuring.rank FOLDER`` with torchrun's variables.
+"""Run one rank of a row: ``python -m megatron_npu.measuring.rank FOLDER``, with torchrun's environment
+variables.
 
 The process reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
 ``rankN.json``. The process ends when its standard input closes, that is, when the process that started it
@@ -39,7 +40,7 @@ def result_file(folder: Path, rank: int) -> Path:
 
 
 def main(folder: Path) -> int:
-    """Train on a rank and measure it, and return the exit code."""
+    """Train on this rank, measure it, and return the exit code."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     rank = int(os.environ["RANK"])
     job = Job.from_json((folder / JOB).read_text(encoding="utf-8"))

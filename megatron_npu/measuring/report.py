@@ -22,7 +22,7 @@ LEFT_OUT = "-"
 
 @dataclass
 class Row:
-    """A row of the table with its outcome, which is None until the row is measured."""
+    """A row of the table, with its outcome or None before it is measured."""
 
     scheme: Scheme
     outcome: Outcome | None = None
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def peak(self) -> float:
-        """The peak memory of the largest rank in MB."""
+        """The peak memory, in MB, of the rank that uses the most."""
         assert self.outcome is not None
         return max(self.outcome.peaks) / MB
 
@@ -235,7 +235,9 @@ class Report:
         return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
 
     def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
-        """Return whether peak memory and throughput agree with the document, where it gives values."""
+        """Return whether peak memory and throughput agree with the document's values, where the document
+        has them.
+        """
         printed, first = row.scheme.printed, base.scheme.printed
         if printed.peak is None or first.peak is None:
             return {}

@@ -28,7 +28,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A row of a table, which is one way of training.
+    """A row of a table, which describes one way of training.
 
     Attributes:
         cells: its first columns, as printed.

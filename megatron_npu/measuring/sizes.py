@@ -106,7 +106,7 @@ def layer_parameters(size: Size) -> int:
 
 
 def parameters(family: Family, size: Size) -> int:
-    """Return the number of parameters of a GPT with tied embeddings, or of a BERT with both of its heads."""
+    """Return the number of parameters of a GPT with tied embeddings, or of a BERT with both heads."""
     hidden, vocabulary = size.hidden, size.vocabulary
     embeddings = (vocabulary + size.seq_length) * hidden
     if family is GPT:

@@ -90,8 +90,8 @@ _SAVING = "megatron_npu_saving"  # of a module: the context in which what its fo
 
 
 def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that offloads saved tensors while results of ``module`` are computed outside its
-    forward method.
+    """Return a context that offloads saved tensors while code outside the forward method computes results
+    of ``module``.
     """
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
@@ -139,7 +139,9 @@ class Offload:
             yield
 
     def _group(self, name: str, layer: int) -> _Group:
-        """Return the offload group of the current forward pass, created by the first module of each layer."""
+        """Return the offload group of the current forward pass, which the first module of each layer
+        creates.
+        """
         last = self.last
         if last is None or last.layer != layer or name in last.modules:
             self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)

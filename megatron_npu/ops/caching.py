@@ -1,4 +1,5 @@
-"""Cache computed values on the tensor or object that they are computed from, or by function arguments.
+"""Cache computed values on the tensor or object that they are computed from, or by the arguments of a
+function.
 
 Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor created
 in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such
@@ -46,7 +47,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """Return a value computed from several tensors, cached on the object that owns the tensors.
+    """Return a value that is computed from several tensors and cached on the object that owns the tensors.
 
     Args:
         owner: an object that accepts new attributes. A copy of it also has the cached value, but other

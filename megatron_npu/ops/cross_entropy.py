@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return ``logsumexp(logits) - logits[target]`` for each token, over a vocabulary that is partitioned
+    """Return ``logsumexp(logits) - logits[target]`` for each token, with a vocabulary that is partitioned
     across ranks.
 
     Args:
@@ -231,8 +231,8 @@ _cross_entropy = Operation("vocab_parallel_cross_entropy", reference, group="cro
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """Return the log-sum-exp ``[rows]`` of logits ``[rows, v]`` in fp32, without a second buffer of their
-    size.
+    """Return the fp32 log-sum-exp ``[rows]`` of logits ``[rows, v]`` without allocating a second buffer
+    of that size.
     """
     result = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     for rows in whole_row_slices(logits.size(0), logits.size(1), logits.device):
@@ -241,8 +241,8 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Implement ``vocab_parallel_cross_entropy`` for upstream versions that patch their own autograd
-    function.
+    """Implement ``vocab_parallel_cross_entropy`` for upstream versions in which the autograd function
+    itself is patched.
     """
 
     @staticmethod

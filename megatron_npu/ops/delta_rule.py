@@ -17,8 +17,8 @@ from megatron_npu.ops.state_space import sums_between
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int = 64
 ) -> Tensor:
-    """Return the outputs o of ``S_t = S' + beta_t k_t (v_t - S'ᵀ k_t)ᵀ``, ``S' = exp(log_decay_t) S_(t-1)``,
-    starting from S = 0.
+    """Return the outputs of ``S_t = S' + beta_t k_t (v_t - S'ᵀ k_t)ᵀ``, where ``S' = exp(log_decay_t)
+    S_(t-1)`` and S_0 = 0.
 
     ``o_t = scale S_tᵀ q_t``.
 
@@ -106,7 +106,7 @@ def _by_chunks(
 
 
 def _inverse_of_unit_lower(lower: Tensor) -> Tensor:
-    """Return the inverse of the unit lower triangular matrices ``1 + lower``, ``[..., n, n]``.
+    """Return the inverses of the unit lower triangular matrices ``1 + lower``, ``[..., n, n]``.
 
     n is a power of two, and ``lower`` is strictly lower triangular.
 

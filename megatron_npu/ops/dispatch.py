@@ -33,7 +33,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """The result of planning a call that the device's implementation does not support."""
+    """The result of planning a call that the device's implementation does not support, with the reason."""
 
     reason: str
 
@@ -145,7 +145,7 @@ class Operation:
         return register
 
     def bind(self, device: str) -> None:
-        """Select the implementation for ``device``.
+        """Select the implementation for ``device`` for all later calls.
 
         If a device has no implementation, the reference is used, which is logged as a fallback.
 
@@ -257,7 +257,7 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return the reason why our Triton kernels cannot run on a GPU, or None if they can."""
+    """Return the reason why our Triton kernels cannot run on a GPU, or None if they can run."""
     return triton.not_to_be_expected()
 
 
@@ -273,7 +273,7 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return the reason why ``kernel`` does not support ``dtype``, or None.
+    """Return the reason why ``kernel`` does not support ``dtype``, or None if it does.
 
     Operations call this in ``supports``.
     """

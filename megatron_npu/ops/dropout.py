@@ -107,7 +107,7 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Convert random bits that are already drawn to the mask that ``keep_mask_bits`` returns.
+    """Convert random bits that were drawn before to the mask that ``keep_mask_bits`` would return.
 
     One int64 provides the bits of four values.
     """
@@ -116,7 +116,7 @@ def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | 
 
 
 def most_of_kept(keep: int) -> int:
-    """Return the threshold below which a random int16 means that a value is kept.
+    """Return the largest random int16 for which dropout keeps a value.
 
     A value is kept if its 16 random bits, read as an int16, do not exceed it.
     """
@@ -293,8 +293,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the number of rows in a tile, a multiple of 4, so that two tiles never use bits of the same
-    random draw.
+    """Return the number of rows in a tile, a multiple of 4, so that two tiles never share a random draw.
 
     The mask therefore does not depend on the tile size, which grows with the number of threads.
     """

@@ -25,7 +25,7 @@ def vocab_parallel_embedding(
     split: bool = True,
     keep_rows: KeepRows | None = None,
 ) -> Tensor:
-    """Return this rank's contribution to the embedding of the given ids.
+    """Return this rank's part of the embedding of the given ids.
 
     Tokens in other ranks' parts get zeros.
 
@@ -48,7 +48,8 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return row numbers in this rank's part of the table, and a mask of the ids that are outside it.
+    """Return the rows of this rank's part of the table for the given ids, and a mask of the ids outside this
+    part.
 
     The mask is None if there are no such ids.
     """
@@ -103,7 +104,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
-    """Sum the gradients ``[..., h]`` of each table row in fp32, giving ``[table_rows, h]``.
+    """Sum the gradients ``[..., h]`` by table row in fp32, into ``[table_rows, h]``.
 
     Only rows that occur are summed in fp32.
     """

@@ -158,7 +158,7 @@ def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: boo
 
 
 def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
-    """Return the reason why our Triton norm kernel does not support these tensors, or None."""
+    """Return the reason why our Triton norm kernel does not support the given tensors, or None if it does."""
     if weight.shape != input.shape[-1:]:
         return f"the weight {tuple(weight.shape)} does not match the last dimension of {tuple(input.shape)}"
     if input.size(-1) > triton_norm.WIDEST:

@@ -1,4 +1,6 @@
-"""Add a residual and compute the layer norm or RMS norm of the sum in one operation that returns both."""
+"""Add a residual and compute the layer norm or RMS norm of the sum, in one operation that returns the sum
+and its norm.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +75,12 @@ def add_rms_norm(
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Store a precomputed norm on the tensor ``total``, so that the module ``reader`` can fetch it
-    instead of computing it.
-    """
+    """Store a precomputed norm on the tensor ``total``, from which the module ``reader`` can fetch it."""
     setattr(total, _RESULT, (reader, result))
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return and remove the norm that was stored for the module ``reader`` and the tensor ``input``.
+    """Return and remove the norm that is stored on ``input`` for the module ``reader``.
 
     The result is returned only once to free its memory.
     """

@@ -17,7 +17,7 @@ MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked 
 
 
 def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
-    """Return ``softmax(scores * scale)``, with masked scores excluded.
+    """Return ``softmax(scores * scale)``, leaving out masked scores.
 
     Masked scores are set to -10000, as in upstream.
 

@@ -14,8 +14,8 @@ from megatron_npu.ops.dispatch import Make, Operation
 
 
 def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int = 256) -> Tensor:
-    """Return the outputs y of ``h_t = exp(dt_t decay) h_(t-1) + dt_t b_t x_tᵀ``, ``y_t = c_tᵀ h_t``, starting
-    from h = 0.
+    """Return the outputs of ``h_t = exp(dt_t decay) h_(t-1) + dt_t b_t x_tᵀ``, ``y_t = c_tᵀ h_t`` with h_0 =
+    0.
 
     Args:
         x: ``[batch, s, heads, p]``, fp32, bf16 or fp16.
@@ -70,8 +70,8 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def sums_between(logs: Tensor) -> Tensor:
-    """Return the sums of ``[..., l]`` over the steps after step s, up to and including step l, as ``[..., l,
-    s]``.
+    """Return ``[..., l, s]``, the sums of a tensor ``[..., l]`` over the steps after s, up to and including
+    l.
 
     The sums are -inf if s is later than l.
 

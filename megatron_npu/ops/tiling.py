@@ -15,7 +15,7 @@ _WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
-    """Return the number of rows of ``width`` values that make up one tile for each thread."""
+    """Return the number of rows, each of ``width`` values, that make up one tile for each thread."""
     return max(1, _TILE_BYTES * torch.get_num_threads() // (4 * max(width, 1)))
 
 
@@ -25,7 +25,7 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of rows, like ``row_slices``, but for operations that reduce long rows.
+    """Yield slices of rows, as ``row_slices`` does, for operations that reduce long rows.
 
     All threads get the same number of rows.
     """

@@ -1,4 +1,4 @@
-"""Implement verify mode, which compares each operation with its reference in every layer, forward and
+"""Implement verify mode, which compares the operations in every layer with their references, forward and
 backward.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
@@ -299,7 +299,7 @@ def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
 
 
 class _BadOutput:
-    """The first module with a non-finite output since the last call of ``forget_bad_output``."""
+    """Recorder of the first module with a non-finite output since the last call of ``forget_bad_output``."""
 
     def __init__(self) -> None:
         self.where: str | None = None
@@ -325,7 +325,7 @@ def first_bad_output() -> str | None:
 
 
 def forget_bad_output() -> None:
-    """Forget the recorded module at the start of each step."""
+    """Forget the recorded module, at the start of each step."""
     _bad_output.where = None
 
 
@@ -337,9 +337,7 @@ def _is_finite(value: Any) -> bool:
 
 @functools.cache
 def follow_modules() -> None:
-    """Track which module is running, for ``current_layer``, with hooks on every module, only in verify
-    mode.
-    """
+    """Track which module is running, for ``current_layer``, with hooks on every module in verify mode."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
     torch.nn.modules.module.register_module_forward_hook(_leave, always_call=True)
 

@@ -60,8 +60,7 @@ class AttentionFlags:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The attention window: the numbers of keys before and after a query's position that the query
-        attends to.
+        """The attention window: how many keys before and after its own position a query attends to.
 
         None means no limit.
         """

@@ -90,7 +90,7 @@ def of_run() -> GroupBuffers | None:
 
 
 def asked() -> bool:
-    """Return True if this run uses ``--hccl-group-buffer-adaptive``."""
+    """Return True if this run uses the flag ``--hccl-group-buffer-adaptive``."""
     return of_run() is not None
 
 

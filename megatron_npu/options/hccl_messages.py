@@ -70,7 +70,7 @@ class MessageSizes:
 
     @classmethod
     def of(cls, args: Namespace) -> MessageSizes:
-        """Create an object from the validated arguments of Megatron or of the built-in trainer."""
+        """Create the message sizes from the validated arguments of Megatron or of the built-in trainer."""
         return cls(
             **{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)}
         )

@@ -1,4 +1,4 @@
-"""Add flags for offloading tensors from device memory to those Megatron versions that lack them."""
+"""Add flags for offloading tensors from device memory, for Megatron versions that lack these flags."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def refuse_fp8_states(options: Any) -> None:
 
 
 def precision_aware_optimizer(args: argparse.Namespace) -> bool:
-    """Return True if flags request the precision-aware optimizer, which --reuse-fp32-param does
-    implicitly.
-    """
+    """Return True if the flags request the precision-aware optimizer, explicitly or by --reuse-fp32-param."""
     return args.use_precision_aware_optimizer or args.reuse_fp32_param
 
 
@@ -110,8 +108,8 @@ def _require_remainders(args: argparse.Namespace) -> None:
 
 
 def _refuse_types_alone(args: argparse.Namespace) -> None:
-    """Reject flags for the dtypes of optimizer states without the precision-aware optimizer, which they
-    require.
+    """Reject the flags for dtypes of optimizer states unless the precision-aware optimizer, which they
+    require, is enabled.
     """
     for name in NARROW:
         value = str(getattr(args, f"{name}_dtype", "fp32"))
@@ -123,7 +121,7 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_moving_nothing(args: argparse.Namespace) -> None:
-    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and the reverse.
+    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and vice versa.
 
     Raises:
         UsageError: only one of the two flags is given.

@@ -148,7 +148,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Apply what the given older flags mean today, and log one line for each of them on rank 0.
+    """Apply the current meaning of the given older flags, and log one line for each of them on rank 0.
 
     Args:
         args: the parsed arguments, which are changed in place.
@@ -181,7 +181,7 @@ def _check(older: OlderFlag, value: Any, given: str) -> None:
 
 
 def _fill(older: OlderFlag, args: argparse.Namespace) -> None:
-    """Set the arguments that an older flag stands for.
+    """Set the arguments that an older flag implies.
 
     Values set by current flags are kept.
     """

@@ -41,7 +41,7 @@ class Place:
     alone: bool = False
 
     def in_effect(self, switches: Switches) -> Switches:
-        """Return the switches with the sharding strategy that is actually used on this device.
+        """Return the switches with the sharding strategy that takes effect on this device.
 
         For a partitioned Megatron model, zero-2 becomes zero-1, because every micro batch of a pipeline
         accumulates into unsharded gradients. A single rank shards nothing.
@@ -237,7 +237,7 @@ REFUSALS = (
 
 
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
-    """Return the switches that are actually used, and a log line if one of them replaces another.
+    """Return the switches that take effect, and a log line if one of them replaces another.
 
     The document uses ``--onnx-runtime-training`` for graphs to increase the speed. Where torch.compile has no
     kernels, the flag selects the fused operations instead.
@@ -276,12 +276,12 @@ def refuse(switches: Switches, place: Place) -> None:
 
 
 def refusal_of(switches: Switches, place: Place) -> Refusal | None:
-    """Return the first rule that rejects these switches, or None."""
+    """Return the first rule that rejects the given switches, or None."""
     return next((rule for rule in REFUSALS if rule.refuses(switches, place)), None)
 
 
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
-    """Describe those of the given switches that a rule rejects."""
+    """Describe the switches, among those that are given, that a rule rejects."""
     flags = [
         switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS

@@ -1,4 +1,4 @@
-"""Replace an attribute of a module or class, and restore its old value when asked to."""
+"""Replace an attribute of a module or class, and restore its old value on request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Change:
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Restore the old value, unless other code has changed the attribute in the meantime.
+        """Restore the old value, unless other code has changed the attribute since.
 
         Return True if it was restored.
         """
@@ -155,7 +155,8 @@ def new_value(patch: Patch, current: Any) -> Any:
 
 
 def bare(raw: Any) -> Any:
-    """Return the function inside a static method, class method or property, or the value itself.
+    """Return the function inside a static method, class method or property, and return any other value
+    unchanged.
 
     Other values are returned unchanged.
     """

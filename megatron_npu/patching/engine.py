@@ -1,4 +1,4 @@
-"""Patch upstream modules after they have been executed, and undo the patches when asked to."""
+"""Patch upstream modules after they have been executed, and undo the patches on request."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class Engine:
         self._incomplete = False
 
     def reconsider(self) -> None:
-        """Apply patches whose setting was off when their module was imported but is on now."""
+        """Apply patches whose setting was off when their module was imported and has been turned on since
+        then.
+        """
         if self._context is None:
             return
         for module in list(self._patched.values()):

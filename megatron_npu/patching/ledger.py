@@ -50,7 +50,7 @@ class Row:
 
 
 class Ledger:
-    """The state of every patch, and the number of times that each fast path was not used.
+    """The states of all patches, and how often each fast path was not used.
 
     Attributes:
         fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
@@ -107,7 +107,7 @@ class Ledger:
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:
-        """Return the ledger as text for a terminal.
+        """Return the ledger in the form of text for a terminal.
 
         General information comes first, followed by each patch with its remarks.
 

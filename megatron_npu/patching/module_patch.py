@@ -83,7 +83,7 @@ class ModulePatch:
     made: list[Change] = field(default_factory=list)
 
     def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
-        """Apply those patches of the module that are enabled on this device.
+        """Apply the patches of the module that are enabled on this device.
 
         Returns:
             The new objects that other modules may import by value from now on.
@@ -209,7 +209,9 @@ class ModulePatch:
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:
-    """Return the qualified names of the patches, with members before the class that contains them."""
+    """Return the qualified names of the patches, in an order in which members precede the class that
+    contains them.
+    """
     names = dict.fromkeys(patch.qualname for patch in patches)
     return sorted(names, key=lambda name: -name.count("."))
 

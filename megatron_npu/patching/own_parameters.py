@@ -1,4 +1,4 @@
-"""Determine which parameters of upstream a wrapper uses, and whether these parameters have changed.
+"""Determine which upstream parameters a wrapper uses, and whether they have changed.
 
 A wrapper names the parameters that it uses and passes the other parameters on. Changes to other parameters do
 not affect it, but changes to named ones do. How it uses ``*args`` and ``**kwargs`` is determined from its
@@ -151,8 +151,8 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
-    """Return, as an expression, the name of the argument in ``rest.get(name)``, ``rest[name]`` or ``name
-    in rest``.
+    """Return the expression for the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in
+    rest``.
     """
     if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
         return whole.args[0] if whole.args else None
@@ -222,8 +222,8 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Describe how a change from one upstream signature to another affects a wrapper, or return None if it
-    does not.
+    """Describe how a difference between two upstream signatures affects a wrapper, or return None if it has
+    no effect.
 
     Args:
         use: the parameters that the function uses. If None, these are unknown, so every change counts.
@@ -283,7 +283,7 @@ def _of_default(name: str, before: str, after: str) -> Iterator[str]:
 
 
 def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
-    """Yield the new parameters of upstream that callers are unable to pass through the wrapper."""
+    """Yield the new parameters of upstream that callers cannot pass through the wrapper."""
     ours = {name for name, _ in use.own} | use.names.keys()
     by_position_alone = now.positional[:1] == [("ctx", _REQUIRED)]  # torch calls an autograd function so
     for name in now.defaults:

@@ -99,7 +99,7 @@ class Patch:
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
-        """Return the reason why the patch is not applied on this device, or None if it is applied."""
+        """Return the reason why the patch is skipped on this device, or None if it is applied."""
         reason = self.condition() if self.condition else None
         if isinstance(reason, NotAsked):
             return reason
@@ -119,8 +119,8 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return values by which a patch record that is registered twice is recognized: location, text and
-    name of ``make``.
+    """Return values that identify a patch record if it is registered twice: location, text and name of
+    ``make``.
     """
     made = patch.make if patch.kind != "constant" else None
     name = f"{getattr(made, '__module__', '')}.{getattr(made, '__qualname__', '')}"

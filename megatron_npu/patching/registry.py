@@ -23,7 +23,7 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Raised if two patches of one target could both be in effect but cannot be combined or put in order.
+    """Raised if two patches of one target could both be in effect but cannot be combined or ordered.
 
     Two replacements cannot be combined. If two patches in different files call the original, one of them must
     be inside the other.
@@ -179,7 +179,7 @@ class _Decorators:
         self._decorator("constant", target, options, sys._getframe(1))(value)
 
     def watch(self, target: str, **options: Unpack[Options]) -> None:
-        """Record that ``target`` is deliberately not patched, although one might expect a patch.
+        """Record that ``target`` is deliberately not patched, although a patch might be expected.
 
         The ledger lists it as skipped. The symbol is pinned like a patch: when upstream changes the function,
         ``megatron-npu check`` reports the change, and ``why`` allows a reader to judge whether the reason
@@ -270,7 +270,7 @@ class Registry(_Decorators):
         return [patch for patch in self.patches if patch.target.startswith(prefix)]
 
     def modules(self) -> list[str]:
-        """Return the names of all modules that have patches, in the order in which these were registered."""
+        """Return the names of all modules that have patches, in the order of registration."""
         return list(dict.fromkeys(patch.module for patch in self.patches))
 
     def keep(self, wanted: Callable[[Patch], bool]) -> None:

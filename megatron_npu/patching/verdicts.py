@@ -84,7 +84,7 @@ def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
 
 
 def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, str, bool]:
-    """Return the status, the details, the version that decides, and whether a changed signature is
+    """Return the status of a patch, the details, the deciding version, and whether a changed signature is
     compatible.
     """
     if not known:
@@ -104,7 +104,7 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
 
 
 def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
-    """Return the first version whose pin is compatible with the patch, with this pin and None.
+    """Return the first version whose pin is compatible with the patch, then this pin, and None.
 
     If all pins conflict, return the first version, its pin and the conflict.
     """

@@ -1,4 +1,6 @@
-"""Replace collectives of objects in a single process that represents all ranks, which have equal objects."""
+"""Replace torch's object collectives in a single process that represents all ranks, whose objects are
+equal.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
 
 
 def gather_object(mine: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fill ``objects`` with this process's object if this process is the rank that gathers."""
+    """Fill ``objects`` with this process's object if this process represents the gathering rank."""
     if objects is not None:
         objects[:] = [mine] * len(objects)
 

@@ -1,4 +1,4 @@
-"""Calibrate estimates of time with a table that ``bench`` measured on the devices of the job."""
+"""Calibrate time estimates with a table that ``bench`` has measured on the job's devices."""
 
 from __future__ import annotations
 

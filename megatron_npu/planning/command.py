@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_covered(job: Job, device: str) -> None:
-    """Reject jobs that fake tensors cannot represent: ``train``, and experts with unknown token counts.
+    """Reject jobs for which fake tensors cannot be used: ``train``, and experts with unknown token counts.
 
     Raises:
         UsageError: the device is ``cuda`` and the job is one of these.
@@ -196,7 +196,7 @@ def _reject_pages(options: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _DryRuns:
-    """Runs the first and the last rank of each layout, and every stage if the order of its passes is not yet
+    """Runner of the first and last ranks of layouts, and of every stage if the order of passes is not yet
     known.
 
     Attributes:
@@ -248,7 +248,7 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run one rank for each role in the job, and return the rows of the results.
+    """Run one rank for each role in the job, and return the rows of the report.
 
     Stop at the first failure.
 
@@ -271,8 +271,8 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
 
 def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
-    """Return the memory of the fullest rank with the chosen imbalance, with even routing, and in the
-    worst case.
+    """Return the highest memory of a rank with the chosen imbalance, with even routing, and in the worst
+    case.
     """
     row = plan.fullest
     found = {ranks.imbalance: row.needed}

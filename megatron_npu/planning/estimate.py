@@ -1,4 +1,4 @@
-"""Estimate the memory and time that a layout needs with closed formulas.
+"""Estimate the memory and time of a layout with closed formulas.
 
 Layouts for a dry run are selected by memory.
 
@@ -24,7 +24,7 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """The estimated duration of one iteration in seconds.
+    """The estimates for one layout of one model, computed with closed formulas.
 
     Attributes:
         computing: the time for the operations of a stage, averaged over the stages.
@@ -77,7 +77,7 @@ class Estimate:
         return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
 
     def memory(self) -> float:
-        """Return the memory of the first stage in bytes: weights, gradients, optimizer states,
+        """Return the memory in bytes of the first stage: weights, gradients, optimizer states,
         activations and logits.
         """
         shape, layout = self.shape, self.layout
@@ -129,8 +129,8 @@ class Estimate:
         return Time(computing, sending + exposed, waiting, self._updated(), recorded)
 
     def _recorded(self, orders: Sequence[pipeline.Order], slowest: float) -> float | None:
-        """Return the time in seconds for all micro-batches; those that were not run take the time of the
-        slowest stage.
+        """Return the time in seconds for all micro-batches, assuming the slowest stage's time for those
+        that were not run.
         """
         layout = self.layout
         if len(orders) != layout.pipeline:
@@ -150,8 +150,8 @@ class Estimate:
         return found + slowest * (layout.micro_batches - pipeline.micro_batches(orders))
 
     def _stage(self, has_last: bool) -> tuple[float, float]:
-        """Return the time in seconds in which a stage, with or without the last chunk, processes and
-        sends a batch.
+        """Return the time in seconds that a stage, with or without the last chunk, needs to compute and
+        send a batch.
         """
         computing = sending = 0.0
         for kind in (pipeline.FORWARD, pipeline.BACKWARD):
@@ -161,9 +161,7 @@ class Estimate:
         return computing, sending
 
     def _pass(self, kind: str, is_last: bool) -> tuple[float, float]:
-        """Return the time in seconds in which a pass of a micro-batch through a chunk is computed and
-        sent.
-        """
+        """Return the time in seconds for computing and sending a micro-batch's pass through a chunk."""
         layout = self.layout
         forward, core, logits = self._chunk(is_last)
         sent, staged = self._sent()
@@ -173,7 +171,7 @@ class Estimate:
         return 2 * forward + again, sent * (2 if layout.recomputed == "full" else 1) + staged
 
     def _chunk(self, is_last: bool) -> tuple[float, float, float]:
-        """Return the time in seconds of a chunk's forward pass, and the parts of it for attention and for
+        """Return the time in seconds for a chunk's forward pass, and how much of it is for attention and for
         logits.
 
         Args:
@@ -203,8 +201,8 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> tuple[float, float]:
-        """Return the time in seconds for the communication of a pass through a chunk: within layers, and
-        to a stage.
+        """Return the time in seconds for the communication in a pass through a chunk, within layers and
+        between stages.
         """
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
@@ -222,8 +220,8 @@ class Estimate:
         return self.layout.tensor * self.layout.context * self.layout.data
 
     def _ring(self, ranks: int, apart: int) -> float:
-        """Return the time in seconds per byte for passing a tensor once around a ring of ranks that are
-        ``apart`` apart.
+        """Return the time per byte, in seconds, for passing a tensor once around a ring of ranks at
+        distance ``apart``.
         """
         if ranks == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""Describe the job to be planned: its command line, its layout, and the ranks that represent all others."""
+"""Describe the job to be planned: its command line, its layout, and the ranks that represent all ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Job:
         return replace(self, flags=tuple(kept))
 
     def stages(self) -> dict[int, list[int]]:
-        """Return the ranks that belong to each pipeline stage."""
+        """Return the ranks of each pipeline stage."""
         each = self.devices // self.pipeline
         if self.has("--use-tp-pp-dp-mapping"):
             inner = self.tensor * self.context
@@ -176,7 +176,7 @@ class Job:
         return found
 
     def _by_batch(self, ranks: list[int]) -> list[list[int]]:
-        """Separate the ranks that read data from those to which they send it."""
+        """Separate the ranks that read data from the ranks that receive data from them."""
         reading = [rank for rank in ranks if self.sender(rank) == rank]
         receiving = [rank for rank in ranks if self.sender(rank) != rank]
         return [part for part in (reading, receiving) if part]
@@ -189,8 +189,8 @@ class Job:
         return rank - rank % self.tensor if self.start[0] == "run" else rank
 
     def _last_shards(self) -> list[int]:
-        """Return the number of ranks at the end of a stage that have the last shard of the weights or of
-        the experts.
+        """Return how many ranks at the end of a stage have the last shard of the weights or of the
+        experts.
         """
         if not self.is_sharded:
             return []
@@ -232,7 +232,7 @@ class Job:
 
     @property
     def reads(self) -> bool:
-        """True if the job reads files that may not match it, such as a checkpoint or data."""
+        """True if the job reads files that may be incompatible with it, such as a checkpoint or data."""
         return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
 
     def whole_words(self) -> list[str]:
@@ -268,7 +268,7 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the Megatron that parses a script's flags: that of the script's own checkout, or the
+    """Return the Megatron that parses a script's flags, which is the script's own checkout or the
     installed one.
     """
     named = settings.MEGATRON_PATH.get()

@@ -1,4 +1,4 @@
-"""List the possible layouts of a job, which are the combinations of parallel sizes and options that
+"""List the possible layouts of a job, which are those combinations of parallel sizes and options that
 divide evenly.
 """
 
@@ -69,12 +69,12 @@ class Layout:
         return words + ["--use-distributed-optimizer"] * self.shared
 
     def job(self, job: Job, shape: Shape) -> Job:
-        """Return a job whose layout is replaced by this one."""
+        """Return a job with its layout replaced by this one."""
         return job.without(*_REPLACED).with_flags(*self.flags(shape))
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout whose sizes divide evenly.
+    """Yield each layout in which all sizes divide evenly.
 
     Tensor-parallel groups stay within a machine.
     """

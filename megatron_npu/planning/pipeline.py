@@ -10,7 +10,7 @@ Order = Sequence[Pass]
 
 
 def micro_batches(orders: Sequence[Order]) -> int:
-    """Return the number of micro-batches in the recorded orders."""
+    """Return the number of micro-batches in the recorded order of passes."""
     return sum(kind == FORWARD and chunk == 0 for kind, chunk, _ in orders[0])
 
 
@@ -46,8 +46,8 @@ def span(orders: Sequence[Order], seconds: Callable[[str, int, int], float]) -> 
 
 
 def _begin(ends: dict[Pass, float], left: list[Pass], stage: int, stages: int, chunks: int) -> float | None:
-    """Return the time at which a stage's next pass can begin, or None if it is not yet known or no pass
-    is left.
+    """Return the time at which the next pass of a stage can begin, or None if the time is unknown or no
+    pass is left.
     """
     if not left:
         return None
@@ -58,7 +58,7 @@ def _begin(ends: dict[Pass, float], left: list[Pass], stage: int, stages: int, c
 
 
 def _needed(kind: str, place: int, batch: int, places: int) -> list[tuple[str, int, int]]:
-    """Return the passes that must end before a pass through a chunk, numbered over all stages, can begin."""
+    """Return the passes that must end before a pass through the given chunk can begin."""
     if kind == FORWARD:
         return [(FORWARD, place - 1, batch)] if place else []
     after = [(BACKWARD, place + 1, batch)] if place + 1 < places else []

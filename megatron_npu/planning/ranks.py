@@ -43,7 +43,7 @@ class _Batches:
         return self._folders[key].name
 
     def missing(self, folder: str, senders: Iterable[int]) -> list[int]:
-        """Return those ``senders`` that have not run with a folder yet, and record them as run."""
+        """Return the ranks among ``senders`` that have not run with a folder yet, and record them as run."""
         found = [rank for rank in dict.fromkeys(senders) if (folder, rank) not in self._sent]
         self._sent.update((folder, rank) for rank in found)
         return found
@@ -78,7 +78,9 @@ class Ranks:
 
     @property
     def by_batch(self) -> bool:
-        """True if ranks that receive their batches are run, so that the batches must be known."""
+        """True if ranks are run that receive their batches from others, so that these batches must be
+        known.
+        """
         return self.device == "npu"
 
     @classmethod

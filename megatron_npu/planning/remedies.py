@@ -10,7 +10,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
-    """Yield sets of flags, each larger than the last, with the resulting job.
+    """Yield growing sets of flags, each with the resulting job.
 
     Flags that cost time come last.
     """
@@ -52,7 +52,8 @@ def _of_train(job: Job) -> Iterator[tuple[list[str], Job]]:
 def found(
     job: Job, needed: Callable[[Job], int | None], memory: int
 ) -> tuple[tuple[list[str], int] | None, list[str]]:
-    """Return the first flags with which a job fits, the bytes that it needs with them, and all flags tried.
+    """Return the first flags with which a job fits, the number of bytes that it then needs, and all flags
+    tried.
 
     Args:
         needed: returns the bytes that the rank with the highest peak needs, or None if the job cannot train.

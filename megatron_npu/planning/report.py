@@ -16,7 +16,7 @@ _FEWEST, _GROUPS = 4, 9  # lines of ranks at least, and of process groups at mos
 
 @dataclass
 class Row:
-    """A group of equivalent ranks, with the measurements of one of them.
+    """A group of equivalent ranks, and the measurements of one of these ranks.
 
     Attributes:
         rank: the rank that was run.
@@ -240,7 +240,7 @@ class Plan:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results for JSON, with sizes in bytes."""
+        """Return all results as values for JSON, with sizes in bytes."""
         _, count = self.job.words()
         return {
             "devices": self.job.devices,

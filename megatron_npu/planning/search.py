@@ -75,7 +75,7 @@ class Search:
     calibration: Calibration = field(default_factory=Calibration)
 
     def candidates(self) -> tuple[list[Estimate], int]:
-        """Return the layouts that may fit, the fastest by estimate first, and the number of all layouts.
+        """Return the layouts that may fit, fastest by estimate first, and the number of all layouts.
 
         Raises:
             UsageError: no layout divides evenly, or the command line lacks the model's sizes.
@@ -95,7 +95,7 @@ class Search:
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
-        """Return the layouts that were dry-run, the fastest that fits first, and the lines to print."""
+        """Return the layouts that were dry-run, with the fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
         left: list[Estimate] = list(kept)
         found: list[Found] = []
@@ -106,7 +106,7 @@ class Search:
         return found, self._lines(found, len(kept), count)
 
     def _next(self, left: list[Estimate], found: list[Found]) -> int:
-        """Return the index of the fastest layout that may still fit, or else that of the layout with the
+        """Return the index of the fastest layout that may still fit, or otherwise of the layout with the
         least memory.
 
         Closed forms do not count communication buffers: what the dry runs needed above their estimates, the
@@ -122,7 +122,7 @@ class Search:
         return found.ran.needed is not None and found.ran.needed <= self.memory
 
     def to_json(self, found: Iterable[Found]) -> dict[str, Any]:
-        """Return the layouts that were dry-run for JSON, with sizes in bytes and times in seconds."""
+        """Return the dry-run layouts as values for JSON, with sizes in bytes and times in seconds."""
         return {
             "devices": self.job.devices,
             "memory": self.memory,
@@ -195,7 +195,9 @@ class Search:
 
 
 def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Drop layouts if another layout with the same parallel sizes needs neither more memory nor more time."""
+    """Drop a layout if another layout with the same parallel sizes needs neither more memory nor more
+    time.
+    """
     best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
     for each in estimates:
         key = (*_sizes(each.layout), each.layout.micro_batch)

@@ -33,7 +33,7 @@ def keep(
 
 
 def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]]) -> list[list[int]]:
-    """Return the bytes in use over time for each of ``KINDS``, as maxima over a limited number of intervals.
+    """Return the memory in use over time for each of ``KINDS``, as maxima over a limited number of intervals.
 
     Persistent memory is recognized by its address: it is the longest-lived block at that address.
 
@@ -58,7 +58,7 @@ def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]
 
 
 def _longest(changes: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return, for each address, the index in ``changes`` of the allocation that lived longest."""
+    """Return, for each address, the index in ``changes`` of its longest-lived allocation."""
     begun: dict[int, int] = {}
     longest: dict[int, tuple[int, int]] = {}  # address -> (how long, number)
     for number, event in enumerate(changes):

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describes how to build a C++ library.
+    """Description of how a C++ library is built.
 
     Attributes:
         folder: the folder in which the library is stored.
@@ -97,7 +97,7 @@ def _compiler(recipe: Recipe) -> Path:
 
 
 def _key(recipe: Recipe, compiler: Path) -> str:
-    """Return a digest of everything on which the compiled library depends.
+    """Return a digest of everything that affects the compiled library.
 
     Machines may share one cache.
     """

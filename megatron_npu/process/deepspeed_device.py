@@ -43,8 +43,7 @@ def choose(device: str) -> None:
 
 
 def compile_nothing() -> None:
-    """Disable DeepSpeed's communication through shared memory, which would be compiled at its first start on
-    a CPU.
+    """Disable DeepSpeed's shared-memory communication, which would be compiled at its first start on a CPU.
 
     Only inference uses it, and an interrupted compilation blocks all later ones (``extension_locks``).
     """

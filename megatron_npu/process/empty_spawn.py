@@ -21,7 +21,7 @@ _replaced = Replaced()
 
 
 def watch() -> None:
-    """Make ``torch.multiprocessing.spawn`` warn if it is asked to start no process.
+    """Make ``torch.multiprocessing.spawn`` warn if a program asks it to start no processes.
 
     A second call has no effect.
     """

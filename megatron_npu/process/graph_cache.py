@@ -68,8 +68,8 @@ def _cannot_be_made(error: UsageError) -> bool:
 
 
 def _open(folder: Path, remedy: str) -> Path:
-    """Create the folder if it is missing, check that no other user can change it, and return its resolved
-    path.
+    """Create the folder if it does not exist, check that no other user can change it, and return its
+    resolved path.
     """
     folder = Path(os.path.realpath(folder))
     with user_cache.opened(folder, remedy) as descriptor:

@@ -1,4 +1,4 @@
-"""Make Ctrl-C reliable, and make SIGTERM end a command as Ctrl-C does.
+"""Make Ctrl-C reliable, and make SIGTERM end a command in the same way as Ctrl-C.
 
 Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks.
 """
@@ -76,7 +76,8 @@ def termination_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer every SIGINT that arrives inside the ``with`` block until the block exits, even with an error.
+    """Defer every SIGINT that arrives inside the ``with`` block until the end of the block, even if an error
+    ends it.
 
     A signal that arrives during a fork would be lost. A process forked inside the block starts with a handler
     that only records the signal.

@@ -107,7 +107,7 @@ def settle(argv: Sequence[str]) -> None:
 
 
 def _is_told() -> bool:
-    """Return True if torchrun's variables already define the rank.
+    """Return True if torchrun's variables already define this process's rank.
 
     DeepSpeed's launcher and accelerate set these variables.
     """
@@ -143,7 +143,7 @@ def _settle_task(command: str) -> None:
 
 
 def _of_slurm() -> Task | None:
-    """Return the task that this process is in a job step of ``srun``.
+    """Return the ``srun`` task that this process belongs to.
 
     Return None in a batch script and in a step with a single task.
     """
@@ -195,7 +195,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task that MPICH's or Intel's mpiexec started as this process, or None without them."""
+    """Return the task of this process if MPICH's or Intel's mpiexec started it, or else None."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
@@ -206,7 +206,7 @@ def _of_hydra() -> Task | None:
 
 
 def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
-    """Return the task that this process is in an MPI job.
+    """Return the MPI task that this process belongs to.
 
     MPI provides no addresses, so the master address is known only on a single machine.
     """
@@ -230,7 +230,7 @@ def _of_trainer() -> Machine | None:
 
 
 def _of_operator() -> Machine | None:
-    """Return the machine that an operator describes, if it numbers machines with rank variables, or None.
+    """Return the machine that an operator describes by variables that usually number ranks, or None.
 
     If LOCAL_RANK is a number, RANK is the rank of a process. AscendJob sets it to a list of the pod's NPUs.
     """
@@ -245,7 +245,7 @@ def _of_operator() -> Machine | None:
 
 
 def _pods(npus: int, each: int) -> int:
-    """Return the number of pods that an AscendJob has.
+    """Return the number of pods of an AscendJob.
 
     The job's WORLD_SIZE counts NPUs.
 
@@ -297,7 +297,7 @@ def _meet_at(machine: Machine) -> None:
 
 
 def _trains(argv: Sequence[str]) -> bool:
-    """Return True if a command line is one that starts training.
+    """Return True if a command line starts training.
 
     Scripts are recognized by Megatron's naming scheme.
     """
@@ -306,7 +306,7 @@ def _trains(argv: Sequence[str]) -> bool:
 
 
 def _devices() -> int:
-    """Count the pod's NPUs or GPUs by their device files, because torch is not imported yet."""
+    """Count the NPUs or GPUs of the pod by their device files, because torch is not imported yet."""
     return len(glob.glob("/dev/davinci[0-9]*")) or len(glob.glob("/dev/nvidia[0-9]*"))
 
 
@@ -351,7 +351,7 @@ def _wait_for_table() -> None:
 
 
 def _status(path: Path) -> str | None:
-    """Return the field ``status`` of a rank table.
+    """Return the ``status`` field of a rank table.
 
     The result is ``initializing`` while the file is being written.
     """
@@ -365,7 +365,7 @@ def _status(path: Path) -> str | None:
 
 
 def _require_address() -> None:
-    """Check that the launcher provides a rendezvous address for the ranks.
+    """Check that the launcher has provided a rendezvous address for the ranks.
 
     Raises:
         UsageError: there are several ranks, and MASTER_ADDR is not set or MASTER_PORT is not a port.
@@ -388,7 +388,7 @@ def _require_address() -> None:
 
 
 def _number(name: str, default: int) -> int:
-    """Return the number in a launcher's environment variable.
+    """Return the number that a launcher's environment variable contains.
 
     Raises:
         UsageError: the value is not a number.

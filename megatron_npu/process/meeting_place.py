@@ -97,7 +97,7 @@ def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -
 
 
 def require_no_other_program(place: Place, *, speaks: bool = True) -> None:
-    """Wait while a program other than a store answers at the address, where the store may start later.
+    """Wait while another program answers at the address, because the store may start there later.
 
     Raises:
         NoAnswerError: the program is still there when the wait is over.
@@ -139,7 +139,7 @@ def _wait(place: Place, refusal: Callable[[], str], speaks: bool) -> None:
 
 
 def joined(place: Place, missing: Callable[[], str]) -> None:
-    """On the machine that serves the store, wait until all other machines have joined.
+    """Wait, on the machine that serves the store, until all other machines have joined.
 
     Args:
         place: the address of the store.
@@ -227,7 +227,7 @@ def _resolved(host: str) -> str:
 
 
 def _hint(place: Place) -> tuple[str, float]:
-    """Return a known problem with the address, and the number of seconds to wait because of it."""
+    """Return a known problem with the address, and the number of seconds to wait in this case."""
     own = is_of_this_machine(place.host)
     if place.serves:
         return ("" if own else "; it is not an address of this machine, which serves the store"), _WRONG

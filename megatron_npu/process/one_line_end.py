@@ -45,7 +45,7 @@ def arm(
 
 
 def disarm() -> None:
-    """Restore the previous exception hook, unless other code has installed its own hook in the meantime."""
+    """Restore the previous exception hook, unless other code has installed its own hook since then."""
     if isinstance(sys.excepthook, OneLineEnd):
         sys.excepthook.disarm()
 

@@ -1,4 +1,4 @@
-"""Start Python child processes that find this package and do not import from the working directory.
+"""Start Python child processes that find this package and import nothing from the working directory.
 
 For ``-m`` and ``-c``, Python searches the working directory first, which another user may control.
 """

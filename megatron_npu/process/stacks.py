@@ -33,7 +33,7 @@ def print_on_signal() -> bool:
 
 
 def leave_signal() -> None:
-    """Undo ``print_on_signal``, unless the program has installed its own handler in the meantime."""
+    """Undo ``print_on_signal``, unless the program has installed its own handler since then."""
     usr1 = getattr(signal, "SIGUSR1", None)
     if usr1 is None or not _is_free(usr1):
         return
@@ -48,7 +48,7 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing when the signal arrives, because another handler prints the stacks.
+    """Do nothing when the signal arrives; another thread prints the stacks.
 
     ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed.
     """

@@ -93,7 +93,7 @@ def _has_started_ranks() -> str:
 
 
 def _place(words: Sequence[str]) -> meeting_place.Place | None:
-    """Return the rendezvous address of a job on several machines, or of a ``c10d`` job on one machine.
+    """Return the rendezvous address of a job on several machines or of a ``c10d`` job on one machine.
 
     Return None on a single machine without such an address, and for other rendezvous backends.
     """
@@ -122,7 +122,7 @@ def _is_of_several(words: Sequence[str]) -> bool:
 
 
 def _patience(words: Sequence[str]) -> float:
-    """Return the longest wait in seconds that ``--rdzv-conf`` specifies (``join_timeout=1800``), or 0."""
+    """Return the longest wait, in seconds, that ``--rdzv-conf`` specifies (``join_timeout=1800``), or 0."""
     pairs = (pair.partition("=") for pair in _value(words, "rdzv-conf", "").split(","))
     waits = (value.strip() for name, _, value in pairs if name.strip() in _TIMEOUTS)
     return float(max((digits.number(wait) or 0 for wait in waits), default=0))

@@ -1,4 +1,4 @@
-"""Manage private cache folders, from which code is loaded and to which no other user is able to write.
+"""Manage private cache folders for code that is loaded, to which no other user can write.
 
 A folder is opened and checked, files are opened relative to it, and the loader receives the open file, so
 that replacing a name in between has no effect. A library ends with a digest of its content, so that a
@@ -59,7 +59,7 @@ def root() -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
-    """Open a folder to which only this user is able to write.
+    """Open a folder to which only this user can write.
 
     A missing folder is created with mode 0700.
 
@@ -85,7 +85,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 
 
 def require_own_path(folder: Path, remedy: str) -> None:
-    """Check that no other user is able to replace a private folder with another folder.
+    """Check that no other user can replace a private folder with another folder.
 
     Use it for folders that other programs open by their path instead of by a descriptor.
 

@@ -31,8 +31,8 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "weights steps from others",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``deepspeed.initialize`` without the name of the configuration file, and fix the returned
-        engine.
+        """Call ``deepspeed.initialize`` without the name of the configuration file, and fix the engine
+        that it returns.
         """
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
@@ -91,7 +91,7 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Time this stage's backward pass only in the pipeline code, and not also in DeepSpeed's hook.
+    """Time this stage's backward pass only once, in the pipeline code but not in DeepSpeed's hook.
 
     With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).

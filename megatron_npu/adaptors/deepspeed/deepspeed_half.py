@@ -16,8 +16,7 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Call ``deepspeed.initialize``, and make the engine's first step and loss scaling work as they do with
-    ZeRO.
+    """Call ``deepspeed.initialize``, and make the first step and the loss scaling work as with ZeRO.
 
     Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments. As a
     result, the weights decay once, and Adam's bias correction starts at step 2, which shrinks the first
@@ -57,7 +56,7 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make the engine continue from loaded weights if no optimizer state was loaded with them.
+    """Make the engine continue from the loaded weights if they were loaded without an optimizer state.
 
     DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
     Otherwise, the first step reverts to the weights with which the model was built.

@@ -262,7 +262,9 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
 
 
 def zero_stage(args: argparse.Namespace, config: dict[str, Any]) -> int:
-    """Return the ZeRO stage: the higher one of upstream's arguments and DeepSpeed's configuration."""
+    """Return the ZeRO stage, which is the higher one of those in upstream's arguments and DeepSpeed's
+    configuration.
+    """
     return max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
 
 

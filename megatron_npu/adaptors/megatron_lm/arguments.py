@@ -58,7 +58,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 def choose_buffers(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject the HCCL buffer flag on other backends, and store the arguments otherwise."""
+    """Reject the HCCL buffer flag on other backends, and store the arguments if the flag is permitted."""
     hccl_buffers.choose(args)
     return original(args, *rest, **named)
 

@@ -35,7 +35,5 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
     until="transformers request a group only with fp8 (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
-    """Return None, which stands for a group that contains only this process, if torch.distributed is not
-    initialized.
-    """
+    """Return None, which means a group with only this process, if torch.distributed is not initialized."""
     return original() if torch.distributed.is_initialized() else None

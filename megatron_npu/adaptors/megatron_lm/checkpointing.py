@@ -144,7 +144,7 @@ def compare_checksums(
     why="--load-last-good: this tree has no --ckpt-step; only the tracker selects the checkpoint to load",
 )
 def name_the_chosen(original: Callable[..., tuple[int, bool]], tracker_filename: str) -> tuple[int, bool]:
-    """Return the selected iteration, and False for "this is a release"."""
+    """Return the selected iteration, and False because the checkpoint is not a release."""
     chosen = _CHOSEN.get()
     return original(tracker_filename) if chosen is None else (chosen, False)
 

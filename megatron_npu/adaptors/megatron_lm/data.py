@@ -22,7 +22,7 @@ questions.connect(records, "tasks.orqa.unsupervised.nq", until="never: 285068c8 
     "samples after those of its last validation, and raises StopIteration if there are none",
 )
 def validate_again_at_the_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """When a finished run is started again, validate it on the samples of its last validation."""
+    """Validate a finished run that is started again on the samples of its last validation."""
     from megatron.global_vars import get_args
 
     given = get_args()

@@ -1,5 +1,5 @@
-"""Patch the start of a run: initialization, skipped kernel compilation, and a log line before the first
-step.
+"""Patch the start of a run: initialization, the kernels, which are not compiled, and a log line before
+the first step.
 """
 
 from __future__ import annotations

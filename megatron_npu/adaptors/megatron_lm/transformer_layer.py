@@ -40,6 +40,6 @@ def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any
 
 @around(f"{_TRANSFORMER}:ParallelTransformerLayer.forward", devices=("npu",), why=residual_norms.WHY)
 def forward(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the layer on ``[s, b, h]`` with its residual additions also computing the layer's norms."""
+    """Run the layer on ``[s, b, h]``, with residual additions that also compute the layer's norms."""
     with residual_norms.read_by(getattr(self, _NORMS, ()) if self.training else ()):
         return original(self, *args, **kwargs)

@@ -40,7 +40,7 @@ def connect(recorder: Recorder) -> None:
 
 
 def keep_weight(original: Callable[..., Tensor], ctx: Any, *args: Any) -> Tensor:
-    """Keep the weight parameter for the backward pass without passing it through the saved-tensor hooks."""
+    """Keep the weight parameter for the backward pass, bypassing the saved-tensor hooks."""
     return original(ctx if _hooks(False) is None else _Keeping(ctx), *args)
 
 
@@ -81,7 +81,7 @@ class _Keeping:
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:
-    """Offload the tensors that the modules of ``layers`` save, except in the last layer.
+    """Offload the tensors that the modules of all ``layers`` except the last one save.
 
     The backward pass of the last layer runs next, so its tensors are not moved.
 

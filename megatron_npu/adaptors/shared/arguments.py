@@ -56,8 +56,8 @@ def _hint(flag: str, known: Collection[str]) -> str:
 
 
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a function to record with ``around`` that adds flags with ``declare`` after upstream's own
-    flags.
+    """Return a function, to be recorded with ``around``, that adds flags with ``declare`` after
+    upstream's own flags.
     """
 
     def add(

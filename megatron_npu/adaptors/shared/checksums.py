@@ -165,7 +165,7 @@ def is_first() -> bool:
 
 
 def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractContextManager[None]:
-    """Verify the files of a checkpoint while the block loads it. All ranks must call this.
+    """Verify the files of a checkpoint while the ``with`` block loads it. All ranks must call this.
 
     Args:
         place: the checkpoint's folder. If None, nothing is verified.
@@ -178,7 +178,7 @@ def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractCo
 
 
 def require_same(root: str | Path, place: Path | None) -> None:
-    """Check that all ranks load the same checkpoint or none. All ranks must call this.
+    """Check that all ranks load the same checkpoint, or that no rank loads one. All ranks must call this.
 
     Raises:
         UsageError: the machines of the ranks have different checkpoints under ``root``.
@@ -193,7 +193,7 @@ def is_release(root: str | Path) -> bool:
 
 
 def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
-    """Return the checkpoint that a script loads, or None.
+    """Return the checkpoint that a script will load, or None.
 
     Newer checkpoints are logged.
 

@@ -94,7 +94,7 @@ def scale_of(layer: Any) -> float:
 
 
 def more_is_masked_than_the_future() -> bool:
-    """Return True if the mask of a causal layer hides other keys than future ones.
+    """Return True if the mask of a causal layer does more than hide future keys.
 
     This is the case with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder
     (padding).
@@ -143,7 +143,7 @@ def recomputed(
 
 
 def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor whose storage is larger than what the given tensors use of it.
+    """Copy each tensor that uses only part of its storage, taking all given tensors together.
 
     This applies to the values when queries and keys are rotated: the rotated tensors are new, and the values
     would keep the memory of the whole projection allocated. If the three tensors fill the memory, they are

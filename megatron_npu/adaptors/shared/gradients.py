@@ -35,8 +35,8 @@ def let_wait(parameter: Tensor, total: Tensor) -> None:
 
 
 def may_wait(parameter: Any) -> None:
-    """Record that ``keep`` may add to a parameter's gradient buffer as late as the end of the backward
-    pass.
+    """Record that ``keep`` may delay additions to a parameter's gradient buffer until the backward pass
+    ends.
     """
     setattr(parameter, _MAY_WAIT, True)
 

@@ -1,4 +1,4 @@
-"""Patch the mixed-precision optimizers of both Megatrons, so that loops over parameters become single
+"""Patch the mixed-precision optimizers of both Megatrons to replace loops over parameters with single
 calls.
 """
 

@@ -32,7 +32,7 @@ def connect_old_tree(recorder: Recorder, line: str) -> None:
 
 
 def on_hardware() -> str | None:
-    """Return the reason why runs on this device need no such marks, or None."""
+    """Return the reason why runs on this device need not be marked as simulated, or None."""
     return None if devices.current().simulated else "the device is hardware"
 
 

@@ -50,7 +50,7 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
 
 
 def _agreeing(config: Config) -> dict[str, Any]:
-    """Merge the rotary tables with the top-level key ``rope_theta``.
+    """Merge the tables of rotary settings with the top-level key ``rope_theta``.
 
     Values that occur twice must be equal.
 
@@ -106,9 +106,7 @@ class _Scaling:
         }
 
     def llama3(self) -> dict[str, object]:
-        """Return the flags for the scaling of Llama 3, without the values that are built into
-        megatron-core.
-        """
+        """Return the flags for Llama 3's scaling, except for values that are built into megatron-core."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
         length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
@@ -123,7 +121,7 @@ class _Scaling:
         return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
 
     def _is_bare(self) -> bool:
-        """Return True if the scaling factor is the only key that remains."""
+        """Return True if no key other than the scaling factor remains."""
         return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
 
     def yarn(self) -> dict[str, object]:
@@ -194,7 +192,7 @@ _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
 def keys(args: Flags) -> dict[str, object]:
-    """Return the rotary keys of ``config.json``, for both transformers 5 and 4."""
+    """Return the rotary keys of ``config.json``, in the forms that transformers 5 and 4 read."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}

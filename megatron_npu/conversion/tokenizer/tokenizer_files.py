@@ -90,7 +90,7 @@ def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A tokenizer that may be chosen, with its flags (except the vocabulary size) and log lines."""
+    """A candidate for the tokenizer, with its flags (except the vocabulary size) and log lines."""
 
     tokenizer: tokenizer_proof.Tokenizer
     flags: list[str]
@@ -191,14 +191,14 @@ def _ends_of_the_model(folder: Path) -> set[int]:
 
 
 def _ends(folder: Path, name: str) -> list[int]:
-    """Return the ids in the key ``eos_token_id`` of a file, which may contain one or several ids."""
+    """Return the ids in a file's key ``eos_token_id``, whose value may be one id or several."""
     value = hf.read_object(folder / name).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:
-    """Return a warning if the end-of-text token of the tokenizer is not one of the model's."""
+    """Return a warning if the tokenizer's end-of-text token is not one of the model's end-of-text tokens."""
     ends = _ends_of_the_model(folder)
     if not ends or end in ends:
         return []

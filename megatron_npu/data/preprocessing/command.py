@@ -32,7 +32,7 @@ _VERIFY = "--verify"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command, which has the flags of Megatron's own tool and more."""
+    """Return the parser of the command, which has all flags of Megatron's own tool and some more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
     result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
@@ -241,7 +241,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return the settings for workers, after trying each setting once in this process.
+    """Return the settings for the workers, after trying them once in this process.
 
     Raises:
         UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is
@@ -271,7 +271,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """Display of the progress: a bar on a terminal, and log lines at regular intervals elsewhere."""
+    """Display of the progress, which is a bar on a terminal and log lines at regular intervals otherwise."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval

@@ -93,7 +93,7 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 
 @cache
 def zstd_module() -> ModuleType | None:
-    """Return the module for reading .zst files: that of the standard library since Python 3.14, or its
+    """Return the module for reading .zst files, which is in the standard library since Python 3.14, or its
     backport.
 
     The package ``zstandard`` is not used, because it does not raise an error for a truncated file.

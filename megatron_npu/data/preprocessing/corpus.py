@@ -20,7 +20,7 @@ _TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
-    """A source of documents, which yields JSON lines in the same order every time.
+    """A source of documents, which always yields JSON lines in the same order.
 
     Attributes:
         size: the size on disk in bytes, or None if it is unknown.

@@ -1,6 +1,4 @@
-"""Encode batches of lines to the bytes of their tokens, in one or several processes, in the order of the
-input.
-"""
+"""Encode batches of lines to bytes of tokens, in one or several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of encoding one batch.
+    """A cache that maps words to their tokens in bytes.
 
     The result contains an ``Encoded`` object per key, the number of documents, the number of bytes of text
     and of bytes on disk, and the skipped rows.
@@ -113,7 +111,7 @@ class _WordCache(dict[str, bytes]):
 def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function that encodes a text to the bytes of its tokens.
+    """Return a function that encodes a text to its tokens in bytes.
 
     The function adds special tokens if ``special`` is set.
     """
@@ -195,7 +193,7 @@ class Encoder:
 
 
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
-    """Yield the results of all batches in order, which ``workers`` processes encode.
+    """Yield the results of all batches in order, as encoded by ``workers`` processes.
 
     1 means this process only.
 

@@ -109,7 +109,7 @@ class Writer:
         return int(np.count_nonzero(np.frombuffer(self._sequence_lengths, dtype=np.int32) < length))
 
     def finish(self) -> None:
-        """Write the index under its temporary name, and make sure that both files are on disk."""
+        """Write the index under its temporary name, and flush both files to disk."""
         files.sync(self._bin)
         self._bin.close()
         with _create(self._partial_files["idx"]) as stream:
@@ -134,7 +134,7 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Rename finished datasets to their final names, either all of them or none.
+    """Rename all finished datasets to their final names, or rename none of them.
 
     The ``.idx`` files are renamed last.
 
@@ -238,8 +238,8 @@ def sequence_lengths(prefix: str | Path) -> np.ndarray:
 
 
 def document_boundaries(prefix: str | Path) -> np.ndarray:
-    """Return the first sequence of each document of a valid dataset, followed by S, as memory-mapped [D]
-    int64.
+    """Return the index of the first sequence of each document of a valid dataset, and S, as a
+    memory-mapped [D] int64 array.
     """
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, boundaries = _read_header(Path(path))
@@ -254,7 +254,9 @@ def _require(path: Path, found: int, expected: int, what: str) -> None:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return the token dtype, S and D from the index, after checking the size of the file against them."""
+    """Return the token dtype, S and D (the numbers of sequences and documents), after checking the size
+    of the file.
+    """
     with open(path, "rb") as stream:
         head = stream.read(HEADER.size)
     if not head.startswith(MAGIC):
@@ -311,7 +313,7 @@ def _ascends(values: np.ndarray) -> bool:
 
 
 def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[int, bool]:
-    """Return the largest id that occurs in the tokens, and whether only a sample of them was checked."""
+    """Return the largest token id that was found, and whether only a sample of the tokens was checked."""
     tokens = np.memmap(path, dtype=dtype, mode="r")
     blocks, sampled = _blocks(tokens)
     smallest, largest = 0, 0
@@ -327,7 +329,9 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
 
 
 def _blocks(tokens: np.ndarray) -> tuple[Iterator[np.ndarray], bool]:
-    """Return blocks of all tokens or of an evenly spaced sample, and whether they are a sample."""
+    """Return blocks of tokens, which are all tokens or an evenly spaced sample, and whether they are a
+    sample.
+    """
     if tokens.nbytes <= _SAMPLE_BYTES:
         return (tokens[at : at + _CHUNK] for at in range(0, len(tokens), _CHUNK)), False
     size = _SAMPLE_BYTES // _SAMPLE_BLOCKS // tokens.itemsize

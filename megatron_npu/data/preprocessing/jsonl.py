@@ -147,7 +147,7 @@ def _texts(document: dict[str, object], key: str) -> list[str]:
 
 
 def _refuse_surrogates(text: str, key: str) -> None:
-    """Reject a lone surrogate, which JSON is able to express but UTF-8 is not."""
+    """Reject a lone surrogate, which can be expressed in JSON but not in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -38,7 +38,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def batch(path: str, key: str) -> Batch:
-    """Return a whole file as one JSON line, with its text, less any UTF-8 byte-order mark, under ``key``.
+    """Return a whole file as one JSON line, with the text, without a UTF-8 byte-order mark, under ``key``.
 
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.

@@ -19,7 +19,7 @@ KINDS = (GPT2, HUGGING_FACE, *BERT, NULL)
 
 @dataclass(frozen=True)
 class GPT2Files:
-    """The settings of a GPT-2 tokenizer, which are the files ``vocab.json`` and ``merges.txt``."""
+    """The settings of a GPT-2 tokenizer: the files ``vocab.json`` and ``merges.txt``."""
 
     vocab_file: str
     merge_file: str
@@ -35,7 +35,7 @@ class GPT2Files:
 
 @dataclass(frozen=True)
 class BertFiles:
-    """The settings of a BERT tokenizer, which are the file ``vocab.txt``."""
+    """The settings of a BERT tokenizer: the file ``vocab.txt``."""
 
     vocab_file: str
     lower_case: bool
@@ -51,7 +51,7 @@ class BertFiles:
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """The settings of a Hugging Face tokenizer, which are a folder with ``tokenizer.json``.
+    """The settings of a Hugging Face tokenizer: a folder with ``tokenizer.json``.
 
     Attributes:
         folder: the path of the folder.

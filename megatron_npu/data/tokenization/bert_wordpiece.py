@@ -1,5 +1,4 @@
-"""Implement BERT's WordPiece tokenizer on the basis of ``vocab.txt``, with the same ids as Megatron's
-tokenizers.
+"""Implement BERT's WordPiece tokenizer from ``vocab.txt``, with the same ids as Megatron's tokenizers.
 
 Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
 in Megatron, because the ``tokenizers`` library uses another version of these tables. That library then

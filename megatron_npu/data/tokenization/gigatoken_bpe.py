@@ -1,5 +1,4 @@
-"""Encode text by GPT-2's byte-level BPE with the package gigatoken, if installed, with the same ids as
-``gpt2_bpe``.
+"""Encode text by GPT-2's byte-level BPE with the gigatoken package, with the same ids as ``gpt2_bpe``.
 
 ``regex`` and gigatoken use different Unicode tables. The tests encode every character of the planes that
 contain letters with both: between letters, digits, spaces and copies of itself.

@@ -1,5 +1,5 @@
-"""Implement GPT-2's byte-level BPE on the basis of ``vocab.json`` and ``merges.txt``, with GPT2BPETokenizer's
-ids.
+"""Implement GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the same ids as
+GPT2BPETokenizer.
 
 Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. Texts are
 split with the ``regex`` package, as in Megatron, because the Unicode tables of ``tokenizers`` are older, so

@@ -21,7 +21,7 @@ CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that ``tokenizer.json`` defines completely.
+    """A tokenizer that is completely defined by a file ``tokenizer.json``.
 
     Transformers is not needed.
 

@@ -1,4 +1,4 @@
-"""Implement Megatron's NullTokenizer, which reads text that consists of numbers."""
+"""Implement Megatron's NullTokenizer, for text that consists of numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NullTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids that a text consists of.
+        """Return the ids that a text contains.
 
         Raises:
             UsageError: a word is not an id.

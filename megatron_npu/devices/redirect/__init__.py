@@ -34,7 +34,9 @@ class Redirection:
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection. The call has no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection. Enable the redirection, unless it is already enabled or the device is
+        cuda.
+        """
         if self.device.name == "cuda" or self._replaced:
             return
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Callers:
-    """Packages and modules for which a redirected name has a different result than for all other callers.
+    """Packages and modules that get a different result from a redirected name than other callers do.
 
     Attributes:
         names: packages (including their submodules) and modules.
@@ -29,7 +29,7 @@ class Callers:
         return f"{module}.".startswith(self._prefixes) or self._in_folder(module)
 
     def include(self, folder: Path | None) -> None:
-        """Add the modules below ``folder`` to these callers.
+        """Add the modules below ``folder`` to this collection of callers.
 
         None stands for no folder.
         """
@@ -97,7 +97,7 @@ MEAN_THE_DEVICE_GENERATOR = Callers(
 
 
 def caller() -> str:
-    """Return the name of the module whose code called the function that calls this one."""
+    """Return the name of the module that called the function that is now calling this function."""
     return sys._getframe(2).f_globals.get("__name__", "")
 
 

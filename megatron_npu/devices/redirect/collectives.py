@@ -98,8 +98,8 @@ def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
 
 
 def _backend_for(asked: str, device: Device) -> str:
-    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), to use instead of a
-    requested one.
+    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that replaces the requested
+    backend.
     """
     if device.is_host and ("nccl" in asked or ":" in asked):
         return device.backend  # "cpu:gloo,cuda:nccl" names two devices; here there is one

@@ -99,9 +99,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type`` that accepts the tensor types of torch.cuda, and returns these types to
-    Megatron.
-    """
+    """Return a ``Tensor.type`` that accepts and, for Megatron, returns the tensor types of torch.cuda."""
     original = torch.Tensor.type
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 

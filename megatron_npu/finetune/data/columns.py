@@ -1,4 +1,4 @@
-"""Map the roles of a task to dataset columns, by their usual names or by ``--columns ROLE=NAME``."""
+"""Map the roles in a task to dataset columns, by the columns' usual names or by ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _readers() -> dict[str, list[str]]:
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
-    """Check that ``--columns`` names each role only once, and each column for only one role.
+    """Check that ``--columns`` names each role at most once, and each column for at most one role.
 
     Without this check, if several columns were given for one role, the last one would silently be used.
 

@@ -322,7 +322,7 @@ def _refused(
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return the description of the expected input, and the advice, for an error about unreadable data."""
+    """Return a description of the expected input, and advice, for an error about unreadable data."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -342,7 +342,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for an empty split that ``datasets`` reports, or None if the split is unknown."""
+    """Return an error for an empty split that ``datasets`` reports, or None if the split is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:

@@ -165,7 +165,7 @@ def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes in the form in which the training rows contain them, with their names.
+    """Return the classes as they are written in the training rows, with their names.
 
     Raises:
         UsageError: there are fewer than two classes, or the labels mix numbers and names.

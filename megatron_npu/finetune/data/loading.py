@@ -163,7 +163,7 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in one epoch, indexed by number.
+    """The batches of a rank in one epoch, accessed by their numbers.
 
     With ``once``, repeated samples are omitted.
     """
@@ -199,8 +199,7 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return a seed for each sample of the current batch, which depends on the sample's position in the
-    epoch.
+    """Return a seed for each sample of the current batch, determined by the sample's position in the epoch.
 
     Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
     ``Loader``, the seeds are drawn from torch's generator.
@@ -242,7 +241,7 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """A batch with a ``to`` method, which custom training loops call on batches from Transformers."""
+    """A batch with a ``to`` method, which users' training loops call on batches from Transformers."""
 
     def to(self, device: Any) -> Batch:
         """Move the values to a device in place.
@@ -295,7 +294,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Combine samples to a batch with torch's default collate function.
+    """Combine samples into a batch with torch's default collate function.
 
     Raises:
         UsageError: torch cannot collate the samples.

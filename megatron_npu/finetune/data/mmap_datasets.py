@@ -324,7 +324,7 @@ def _asked(sample: dict[str, Tensor]) -> Tensor:
 def _warn_of_unknown_tokens(
     part: Any, tokens: Callable[[Any], Tensor], unknown: int | None, around: Iterable[int] = ()
 ) -> None:
-    """Warn if most tokens of the first samples are missing in the vocabulary.
+    """Warn if most tokens of the first samples are missing from the vocabulary.
 
     Args:
         part: the training dataset. If None, nothing is checked.

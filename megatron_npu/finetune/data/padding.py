@@ -60,7 +60,7 @@ class Bucketed:
     seen: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return a batch of the given samples, padded to the next larger length."""
+        """Return a batch of the given samples, padded to the next larger of the allowed lengths."""
         batch = self.collate_fn(samples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() < 2:

@@ -46,7 +46,7 @@ class Parts(dict[str, Any]):
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Record which rows of the files a split contains after rows have been removed from it."""
+        """Record which rows of the files remain in a split after rows have been removed from it."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:

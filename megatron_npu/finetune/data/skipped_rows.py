@@ -112,7 +112,7 @@ def copies(
 
 
 def first(parts: Mapping[str, Sequence[Path]]) -> BadRow | None:
-    """Return the first malformed row of the files, or None if no row by itself is malformed."""
+    """Return the first malformed row of the files, or None if every row can be read."""
     for path in (path for paths in parts.values() for path in paths):
         reader = _reader(path)
         with contextlib.suppress(OSError, csv.Error):  # then the file is at fault, and not a row
@@ -142,8 +142,8 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads the rows of a file, or None for formats in which single rows cannot be
-    malformed.
+    """Return a function that reads the rows of a file, or None for formats whose rows cannot be malformed
+    individually.
     """
     if path.suffix in _SEPARATORS:
         return _of_a_table

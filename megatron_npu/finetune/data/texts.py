@@ -33,7 +33,7 @@ def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = Tr
 
 
 def require_words(parts: Parts, tokens: str, tags: str) -> None:
-    """Check that each row has a list of words and a list of as many tags.
+    """Check that each row has a list of words and a list with the same number of tags.
 
     Raises:
         UsageError: a row does not contain these lists, or the lists' lengths differ.

@@ -1,4 +1,4 @@
-"""Find tokens that have no embedding before a step uses them, and report them in a one-line error.
+"""Find tokens that have no embedding before a training step uses them, and report them in a one-line error.
 
 Such a token causes an IndexError in the middle of a step on a CPU, and reads unrelated memory on a device.
 """

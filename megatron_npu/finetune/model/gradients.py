@@ -19,7 +19,7 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients, as if they were one vector.
+    """Return the L2 norm of all gradients together, as a single vector.
 
     If the gradients are sharded, it covers all ranks.
 

@@ -84,8 +84,8 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the modules of a Transformers model that belong neither to its base model nor to its
-    language-model head.
+    """Return those modules of a Transformers model that are not in its base model or its language-model
+    head.
     """
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):

@@ -49,7 +49,7 @@ class Settings:
 
 
 def follow(schedule: LambdaLR) -> None:
-    """Compute the learning rates again for the schedule's position.
+    """Recompute the learning rates for the schedule's position.
 
     The schedule's function may have changed.
     """

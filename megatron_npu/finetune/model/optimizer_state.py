@@ -1,4 +1,4 @@
-"""Save the optimizer state of weights that were replaced under the names of the original weights.
+"""Save the optimizer state of replaced weights under the names of the original weights.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
 weights, and not those of ZeRO-1 or of an offloaded optimizer; it omits weights that have not been updated

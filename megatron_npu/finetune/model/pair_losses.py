@@ -1,4 +1,4 @@
-"""Support models with heads for masked words and the next sentence, whose loss is the sum of two means.
+"""Support models with a masked-word head and a next-sentence head, which return the sum of both losses.
 
 A batch has one sentence pair per sample but a different number of masked words, so the two means are weighted
 by different label counts. Transformers models return only the sum; the second loss is therefore recomputed
@@ -18,7 +18,7 @@ LABEL = "next_sentence_label"
 
 
 class PairLoss:
-    """Separates the next-sentence loss from the total loss that a model returns.
+    """Separates the next-sentence loss from the sum of losses that a model returns.
 
     Args:
         model: a model for which ``has_pairs`` returns True; its outputs are recorded.

@@ -151,7 +151,7 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state as ``state_dict`` returns it, with values from a checkpoint.
+        """Load values from a checkpoint in the form that ``state_dict`` returns.
 
         For the default optimizer, only the moments are loaded; the settings and the learning rate come from
         the current flags. A user's optimizer keeps its stored settings, and a schedule from the flags uses

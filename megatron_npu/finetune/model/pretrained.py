@@ -59,7 +59,7 @@ def sees_all(config: Any) -> bool:
 
 
 def class_names(name: str) -> tuple[str, ...]:
-    """Return the names of a model's classes, ordered by class number.
+    """Return the names of the classes that a model predicts, ordered by class number.
 
     Raises:
         UsageError: the model does not exist.
@@ -70,7 +70,7 @@ def class_names(name: str) -> tuple[str, ...]:
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
-    """Return True if the hub's cache contains a certain file of a model."""
+    """Return True if the hub's cache contains the given file of a model."""
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -155,7 +155,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
 
 
 def model(name: str, head: str, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with weights in fp32.
+    """Return a model of the given Auto class with weights in fp32.
 
     A head without stored weights is initialized.
 
@@ -216,7 +216,7 @@ def _refuse_endless(name: str, config: Any) -> None:
 
 
 def _auto(head: str) -> Any:
-    """Return the Transformers Auto class with this name."""
+    """Return the Transformers Auto class with the given name."""
     import transformers
 
     return getattr(transformers, head)

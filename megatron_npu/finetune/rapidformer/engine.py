@@ -165,7 +165,7 @@ class RapidformerEngine:
         return self.prepared
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks in concatenated form.
+        """Concatenate the tensors of all ranks, and return the result.
 
         All ranks must call this method. Samples that were repeated in a loader's last batch are removed, so
         that each sample of the dataset occurs once, in order. For tensors of different lengths, see
@@ -270,8 +270,7 @@ def used() -> int:
 
 
 def meet(args: Namespace) -> None:
-    """Create the process group as the flags of a run specify, and check that all ranks save to the same
-    folder.
+    """Create the process group according to a run's flags, and check that all ranks save to the same folder.
 
     Raises:
         UsageError: the group cannot be created (see ``join``), or the ranks save to different folders.

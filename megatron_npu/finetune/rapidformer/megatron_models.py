@@ -238,7 +238,7 @@ class _StageEnds(BaseException):
 
 
 class _Stage:
-    """Pipeline stage that can be called like the model in ``run_forward_step``.
+    """Pipeline stage that ``run_forward_step`` can call like a model.
 
     Args:
         chunk: the stage in its wrappers, whose other attributes are accessible too.
@@ -314,7 +314,7 @@ class _Counts:
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, and ``[loss, 1]`` for megatron-core's average over micro-batches and ranks."""
+    """Return the loss and ``[loss, 1]``, which megatron-core averages over micro-batches and ranks."""
     log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 

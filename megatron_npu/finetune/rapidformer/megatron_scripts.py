@@ -1,4 +1,4 @@
-"""Provide functions that scripts for Megatron models import: for the model, the tokenizer and the masks."""
+"""Provide the functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _is_read(symbol: symtable.Symbol, *, of_module: bool) -> bool:
 
 
 def given(text: str, name: str) -> dict[str, Any]:
-    """Return definitions for those names that a script lacks and that the document's scripts use."""
+    """Return definitions for the names that a script lacks and that the document's scripts use."""
     return {word: value for word in sorted(unbound(text, name)) if (value := _value(word)) is not None}
 
 

@@ -189,7 +189,7 @@ def is_scheduler(value: Any) -> bool:
 
 
 def missing(template: Any, name: str, returns: str) -> UsageError:
-    """Return the error for a method that is missing in a template."""
+    """Return the error for a method that a template does not define."""
     return UsageError(
         f"{type(template).__name__} must define the method {name}, which returns {returns}. Define this "
         "method."

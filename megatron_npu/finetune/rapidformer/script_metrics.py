@@ -12,7 +12,7 @@ from megatron_npu.finetune.run import metrics
 
 
 class Metric:
-    """Collects predictions and references, and computes metrics from all of them.
+    """A metric that collects predictions and references, and computes its values from all of them.
 
     Args:
         glue: GLUE task whose metrics are computed. If None, accuracy, F1 and Matthews' correlation are

@@ -20,7 +20,7 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """The flags in the form in which scripts for PAI-Rapidformer expect them.
+    """The flags, in the form that scripts for PAI-Rapidformer expect.
 
     Values that a script sets also apply to the run.
 

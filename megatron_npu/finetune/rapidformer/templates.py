@@ -94,7 +94,7 @@ class Template:
         self.engine.used = True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks in concatenated form; see ``RapidformerEngine.gather``."""
+        """Concatenate the tensors of all ranks, and return the result; see ``RapidformerEngine.gather``."""
         return self.engine.gather(tensor)
 
     def build_data_loader(
@@ -117,7 +117,7 @@ class Template:
         return loader
 
     def _require_known_tokens(self, data: providers.Datasets) -> None:
-        """Check that all tokens in the datasets, if these have columns, have embeddings.
+        """Check that all tokens in the datasets have embeddings, for datasets that have columns.
 
         Other datasets are checked batch by batch.
         """
@@ -256,7 +256,7 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return True if batches of equal size for a Megatron model may have different numbers of labels."""
+        """Return True if equally large batches for a Megatron model may have different numbers of labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 

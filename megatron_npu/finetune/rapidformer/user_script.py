@@ -104,7 +104,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if an error was raised by the user's code, otherwise the error itself."""
+    """Return a one-line error if the user's code raised the error, or else the error itself."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
@@ -117,7 +117,7 @@ def _told(path: Path, error: BaseException) -> BaseException:
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
-    """Describe an embedding lookup whose index is out of range, or return None for other errors.
+    """Describe an embedding lookup with an index out of range, or return None for other errors.
 
     torch reports only that an index is out of range, both for a token and for a position beyond the maximum.
     """

@@ -176,7 +176,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 
 def _refuse_blanks(argv: Sequence[str]) -> None:
-    """Reject a blank argument, which a shell passes if a space follows the backslash at the end of a line."""
+    """Reject a blank argument, which a shell passes if a space follows a backslash at the end of a line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
             "a backslash is followed by a space or a comment; it must be the last character of a line that "
@@ -185,8 +185,8 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """Reject empty values from unset variables, such as ``--save "$RUNS"``, with which nothing would be
-    saved.
+    """Reject empty values from unset variables, such as ``--save "$RUNS"``, which would mean that nothing
+    is saved.
     """
     for name, value in vars(args).items():
         if name != "source_prefix" and value in ("", [""]):

@@ -1,5 +1,5 @@
-"""Save and load checkpoints with ``torch.distributed.checkpoint``, so that a run resumes exactly within an
-epoch.
+"""Save and load checkpoints with ``torch.distributed.checkpoint``, from which a run resumes bitwise
+identically within an epoch.
 
 Each checkpoint is written to a hidden folder, which is renamed once every rank is done; then the tracker file
 is updated, as in Megatron. Weights are stored under their names in the user's module, so that a run can
@@ -261,7 +261,7 @@ _LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: it
 
 
 def _bytes(value: Any) -> torch.Tensor:
-    """Encode a value as JSON in a tensor of bytes, uint8 ``[_LENGTH]``."""
+    """Encode a value as JSON in a byte tensor, uint8 ``[_LENGTH]``."""
     text = json.dumps(value).encode().ljust(_LENGTH)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

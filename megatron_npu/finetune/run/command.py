@@ -52,7 +52,7 @@ def _run(args: Namespace) -> int:
 
 
 def train(args: Namespace) -> None:
-    """Train as specified by the flags in this process, which is one of the ranks.
+    """Train in this process, which is one of the ranks, as specified by the flags.
 
     Args:
         args: the result of ``arguments.parse``, with the ranks from ``arguments.with_ranks``.

@@ -59,7 +59,7 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
 
 class ExpertBalance:
-    """Replaces the balancing loss of a mixture-of-experts model during training.
+    """Replacement for the balancing loss of a mixture-of-experts model during training.
 
     Args:
         names: names in the module of the model.
@@ -117,7 +117,8 @@ class ExpertBalance:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Return the micro-batch's share of the loss, multiplied by the number by which it is divided later.
+        """Return the micro-batch's share of the loss, multiplied by the number by which the trainer later
+        divides it.
 
         Outside a step, return 0.
         """
@@ -157,7 +158,9 @@ def asked_for(model: nn.Module) -> bool:
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return the replacement for a model's balancing loss, or None if the model has no supported one."""
+    """Return the replacement for a model's balancing loss, or None if the model has no supported
+    balancing loss.
+    """
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

@@ -25,7 +25,7 @@ FOLDER = "model"  # in --save
 
 @watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
-    """Write the model to the folder ``--save``/model, and return the folder.
+    """Write the model to the folder ``model`` in ``--save``, and return the folder.
 
     All ranks must call this function.
 

@@ -56,7 +56,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return True if a model compares labels with previous outputs, like causal Transformers models."""
+    """Return True if a model shifts the labels by one position, like causal Transformers models."""
     auto = sys.modules.get("transformers.models.auto.modeling_auto")
     if auto is None:
         return False
@@ -126,7 +126,7 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """The number of losses for the last batches, or None for a single loss that is not in a tuple."""
+        """The number of losses of the last batches, or None for a single loss that is not in a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:
@@ -144,8 +144,8 @@ class MicroBatches:
             self._rehearsed, self._taken = None, []
 
     def read_ahead(self) -> None:
-        """Load the micro-batches of this iteration in advance, so that loading uses no random numbers
-        later.
+        """Load the micro-batches of this iteration in advance, so that loading does not use random
+        numbers later.
         """
         while len(self._ahead) < self._micro_batches * (self._each or 1):
             self._ahead.append(self._next())
@@ -188,7 +188,7 @@ class MicroBatches:
         return counts
 
     def _all_labels(self, number: int, first: Counts) -> Counts:
-        """Count the labels of the whole global batch: those of the first micro-batch and of all later ones.
+        """Count the labels of the whole global batch: those in the first micro-batch and in all later ones.
 
         Args:
             number: number of batches in the first micro-batch.

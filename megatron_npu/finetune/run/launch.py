@@ -155,7 +155,7 @@ def _silence_agent() -> None:
 
 
 def _no_logs() -> Any:
-    """Return log settings with which the ranks print to this process's output, without a log folder.
+    """Return log settings that make the ranks print to this process's output, without a log folder.
 
     By default, the agent creates a folder for each run and leaves the empty folder behind.
     """
@@ -165,7 +165,9 @@ def _no_logs() -> Any:
         """Log settings that write no files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            """Return settings without the threads that would otherwise poll /dev/null ten times a second."""
+            """Return the log destinations without the threads that would poll /dev/null ten times a
+            second.
+            """
             found = super().reify(envs)
             found.tee_stdouts.clear()
             found.tee_stderrs.clear()
@@ -175,7 +177,7 @@ def _no_logs() -> Any:
 
 
 def _alone() -> Any:
-    """Serve the store of a run at a free port on this machine.
+    """Serve a run's store at a free port of this machine.
 
     Return None if MASTER_PORT is set.
     """
@@ -183,7 +185,7 @@ def _alone() -> Any:
 
 
 def _meeting(store: Any) -> dict[str, Any]:
-    """Return the rendezvous settings, from the environment or for the store's free port.
+    """Return the rendezvous settings, either from the environment or for the free port of the store.
 
     torch's rendezvous ``c10d`` unpickles what it finds in the store, which every user of the machine can
     write to; ``static`` reads nothing.

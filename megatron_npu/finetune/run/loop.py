@@ -221,7 +221,7 @@ class Loop:
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
 
     def _require_gradients(self) -> None:
-        """Reject a loss that does not depend on the model's weights, at the first step."""
+        """Reject, at the first step, a loss that does not depend on the model's weights."""
         if next(self._gradients(), None) is None:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not depend on "
@@ -311,7 +311,7 @@ class Loop:
 
     def _finish(self) -> None:
         """Log the remaining iterations, evaluate and export a completely trained model, and save if
-        necessary.
+        needed.
         """
         self._report()
         complete = self.iteration >= self.plan.iterations
@@ -360,7 +360,7 @@ def tokens_in(batch: Any) -> int:
 def micro_batches(
     template: Template, held: Iterable[Held], note: Callable[[Any], None] | None = None
 ) -> MicroBatches:
-    """Return the micro-batches of a rank on its device, with losses weighted by their numbers of labels."""
+    """Return the micro-batches of a rank on its device, with each loss weighted by the number of labels."""
     engine = template.engine
     return MicroBatches(
         held,

@@ -28,7 +28,7 @@ GLUE = {
 def classification(
     predictions: np.ndarray, references: np.ndarray, glue: str | None = None, *, classes: int
 ) -> dict[str, float]:
-    """Return accuracy, F1 and Matthews' correlation or, for a GLUE task, the metrics of this task.
+    """Return accuracy, F1 and Matthews' correlation or, for a GLUE task, GLUE's metrics for the task.
 
     With more than two classes, the F1 is the mean over the classes, ``f1_macro``.
 
@@ -114,7 +114,7 @@ def _entities_of_rows(rows: Sequence[Sequence[str]]) -> set[tuple[Any, ...]]:
 
 
 def _harmonic(hits: int, guessed: int, true: int) -> float:
-    """Return F1 = 2 hits / (guessed + true), or 0 if the denominator is 0."""
+    """Return the F1 score ``2 hits / (guessed + true)``, or 0 if the denominator is 0."""
     return 2 * hits / (guessed + true) if guessed + true else 0.0
 
 
@@ -164,7 +164,7 @@ def are_entity_tags(names: Sequence[str]) -> bool:
 
 
 def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return metrics of predicted tags, including the accuracy.
+    """Return metrics for predicted tags, including the accuracy.
 
     For entity tags, also return precision, recall and F1 over entities.
 
@@ -195,13 +195,15 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
 
 
 def normal_answer(text: str) -> str:
-    """Normalize a text for comparison: lower case, without punctuation, articles and extra spaces."""
+    """Normalize a text for comparison: convert it to lower case, and remove punctuation, articles and
+    extra spaces.
+    """
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return exact match and word F1 in percent, each for the true answer that matches best.
+    """Return exact match and word F1 in percent, using the true answer that matches each prediction best.
 
     Args:
         predictions: one text per question; an empty text means no answer.

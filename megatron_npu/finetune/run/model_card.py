@@ -53,7 +53,8 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
 
 
 def _pipeline(task: type[Declaration] | None) -> str | None:
-    """Return the Transformers pipeline for a model of the task, if the installed Transformers provides it.
+    """Return the Transformers pipeline for a model of the given task, if the installed Transformers provides
+    it.
 
     Transformers 5 has removed some pipelines, such as ``question-answering``.
     """

@@ -131,7 +131,7 @@ class Report(Sinks):
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line for a log event, with Megatron's names for the fields that Megatron has."""
+    """Return the console line for a log event, with Megatron's field names where Megatron has the field."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

@@ -39,7 +39,7 @@ class BlocksOfText(Task):
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return an empty result, because rows without text are permitted."""
+        """Return an empty list, because rows without text are permitted."""
         return []
 
     def encoded(self, rows: Any, part: str) -> Any:
@@ -72,14 +72,14 @@ class BlocksOfText(Task):
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the ``loss`` of each example, summed over its labels, and the number of its labels,
+        """Return the ``loss`` of each example, summed over its labels, and its number of labels,
         ``counted``.
         """
         raise NotImplementedError
 
 
 def stacked(examples: list[dict[str, Any]], name: str) -> Tensor:
-    """Return a column of examples, which all have the same length, as a tensor ``[b, n]``."""
+    """Return a column of examples of equal length as a tensor ``[b, n]``."""
     return torch.tensor([one[name] for one in examples])
 
 

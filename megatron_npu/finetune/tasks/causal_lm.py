@@ -35,7 +35,7 @@ class CausalLM(BlocksOfText):
             )
 
     def require_fit(self, config: Any) -> None:
-        """Reject models that are encoders, after the checks of the base class."""
+        """Reject encoder models, in addition to the checks of the base class."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path

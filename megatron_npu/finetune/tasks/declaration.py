@@ -1,5 +1,4 @@
-"""Define how a task declares its properties, from which flags, checks, help texts and model cards are
-derived.
+"""Define how a task is declared, which determines its flags, checks, help texts and model card.
 
 A task's file is also imported for help texts and by the process that starts the ranks, so it imports
 Transformers and ``datasets`` inside functions.
@@ -25,12 +24,12 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """The name under which the parsed arguments contain the flag's value."""
+        """The name of the flag's value in the parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 class Declaration:
-    """Base class of the tasks, which declares their properties.
+    """Base class of the tasks, which defines how a task is declared.
 
     ``tasks.every`` finds the subclasses that have a name.
 
@@ -69,6 +68,6 @@ class Declaration:
 
     @classmethod
     def all_reads(cls) -> set[str]:
-        """Return the names of the values that this task uses and that other tasks may ignore."""
+        """Return the names of the values that this task uses but that other tasks may not use."""
         of_classes = {name for kind in cls.__mro__ for name in vars(kind).get("reads", ())}
         return of_classes | {flag.attribute for flag in cls.all_flags()}

@@ -59,7 +59,7 @@ class QuestionAnswering(Task):
 
     @functools.cached_property
     def examples(self) -> dict[str, Any]:
-        """The windows that each split consists of."""
+        """The windows of each split."""
         self._windows = super().examples
         return {part: windows.remove_columns(list(_ASIDE)) for part, windows in self._windows.items()}
 
@@ -76,7 +76,7 @@ class QuestionAnswering(Task):
         return [found["question"], found["context"]]
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the windows into which each row is split, and the position of the answer in each window."""
+        """Return the windows of each row, and the position of the answer in each window."""
         self.require_places()
         encode = functools.partial(
             _encode,
@@ -94,7 +94,7 @@ class QuestionAnswering(Task):
         )
 
     def _stride(self, rows: Any, part: str) -> int:
-        """Return the number of tokens by which windows overlap: --doc-stride, or less if questions are
+        """Return how many tokens adjacent windows have in common: --doc-stride, or fewer if questions are
         long.
         """
         questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
@@ -188,7 +188,7 @@ def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> 
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the first and last token of the most likely answer in each window, ``[b, 2]``, and its score
+    """Return the first and last tokens of the most likely answer in each window, ``[b, 2]``, and the scores
     ``[b]``.
 
     Args:
@@ -256,7 +256,7 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the position of each token of a window in the context.
+    """Return the position in the context of each token of a window.
 
     Tokens outside the context get ``_NOWHERE``.
     """
@@ -272,7 +272,9 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer, if the window contains the whole answer."""
+    """Return the first and last tokens of the first true answer, if the window contains all of this
+    answer.
+    """
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -285,7 +287,7 @@ def _place(
 
 
 def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """Return the true answers of a row, and the positions in the context at which they start.
+    """Return the true answers for a row, and their start positions in the context.
 
     Raises:
         UsageError: an answer is not at its position in the context, or the answers have an unknown format.
@@ -311,7 +313,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
 
 
 def _as_written(given: Any, context: str) -> tuple[Any, Any]:
-    """Return the answers and their positions, which a row contains as a table or as a single text.
+    """Return the answers and their positions from a row, which contains a table or a single text.
 
     Return None for other formats.
     """

@@ -53,7 +53,7 @@ class Seq2Seq(Task):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject --num-beams if the task generates no texts."""
+        """Reject --num-beams for runs that generate no texts."""
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams requires --predict-with-generate, because beams are used only for generated "
@@ -90,7 +90,7 @@ class Seq2Seq(Task):
         return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch of padded sources and targets.
+        """Return a batch with padded source texts and target texts.
 
         The model creates the decoder's inputs from the labels.
         """

@@ -72,7 +72,7 @@ class SequenceClassification(Task):
         return columns_of_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the label settings for the model's configuration."""
+        """Return the label settings that the model's configuration needs."""
         self.require_columns()  # told before labels are looked at
         return self.labels.config()
 
@@ -133,7 +133,8 @@ class SequenceClassification(Task):
 def columns_of_texts(
     there: Mapping[str, Collection[str]], label: str, said: Collection[tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """Return the name of the column with the text to classify, and that of the second text's column or None.
+    """Return the name of the column with the texts to classify, and the name of the column of second texts or
+    None.
 
     Args:
         there: the columns of each split.

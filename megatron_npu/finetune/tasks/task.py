@@ -1,4 +1,4 @@
-"""Share code between tasks: for loading data and models, and for evaluations that count each example once."""
+"""Share code between tasks: loading of data and models, and evaluations that count each example once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Task(Declaration):
         texts.require(self.parts, self.columns)
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return the options with which the tokenizer is loaded."""
+        """Return the options for loading the tokenizer."""
         return {}
 
     # -- what they share
@@ -214,7 +214,7 @@ class Task(Declaration):
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
-        """Return the model with the head for the task."""
+        """Return the model with the head that the task needs."""
         self.tokenizer  # may name a padding token in the configuration  # noqa: B018
         name = self.args.pretrained_model_name_or_path
         return pretrained.model(name, self.head, self.config), None, None
@@ -222,7 +222,7 @@ class Task(Declaration):
     def padded(
         self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
     ) -> Batch:
-        """Return a batch of tokens [b, s] that are padded to the length of the longest example.
+        """Return a batch of tokens [b, s], padded to the length of the longest example.
 
         Args:
             examples: results of the tokenizer, with additional columns.
@@ -255,9 +255,7 @@ class Task(Declaration):
             )
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch as the model computes it, which is the mean over the labels of the
-        batch.
-        """
+        """Return the loss of a batch as computed by the model, which is the mean over the batch's labels."""
         return model(**inputs(batch)).loss
 
     def evaluated(
@@ -311,7 +309,7 @@ def _draw_no_bars() -> None:
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return those values of a batch that the model accepts as inputs."""
+    """Return the values in a batch that the model accepts as inputs."""
     return {name: value for name, value in batch.items() if name != EXAMPLE}
 
 
@@ -329,9 +327,7 @@ def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
-    """Return the mean loss over all labels, computed from the ``loss`` and ``counted`` of
-    ``label_losses``.
-    """
+    """Return the mean loss over all labels, given ``loss`` and ``counted`` from ``label_losses``."""
     return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
 
 

@@ -43,7 +43,7 @@ class TokenClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a list of words and a list of as many tags."""
+        """Check that every row has a list of words and a list with the same number of tags."""
         labels.require_lists(self.parts["train"], self.columns["tags"])
         texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
@@ -107,7 +107,7 @@ def _encode(
 
 
 def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
-    """Return one label per token, given the word to which each token belongs.
+    """Return one label per token, given the word that each token belongs to.
 
     The first token of a word has the word's label, and others have none.
     """

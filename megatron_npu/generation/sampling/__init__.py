@@ -1,3 +1,3 @@
-"""Generate text with a GPT model that is in memory: select tokens and define the Sampler, which reads no
+"""Select tokens and define the Sampler, which generates text with a GPT model in memory and reads no
 checkpoints.
 """

@@ -75,8 +75,8 @@ def _checked(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Return the log-probabilities of the selected tokens according to the model, before sampling options
-    apply.
+    """Return the log-probabilities of the selected tokens according to the model, before any sampling
+    options.
 
     Temperature, top-k and top-p have no effect.
 

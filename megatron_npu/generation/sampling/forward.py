@@ -83,8 +83,8 @@ class _Cached(Forward):
 
 
 class _Recomputed(_Cached):
-    """Forward implementation that recomputes the whole text for every token, with an empty context each
-    time.
+    """Forward implementation that recomputes the whole text for every token, starting from an empty
+    context.
     """
 
     def logits(self, tokens: Tensor) -> Tensor | None:
@@ -138,7 +138,7 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
 
 
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
-    """Return the context-parallel rank that has a token, and the index of the token on that rank.
+    """Return the context-parallel rank that stores a token, and the index of the token on that rank.
 
     The text is split into two parts per rank: rank r holds part r counted from the start, and part r counted
     from the end.

@@ -65,7 +65,7 @@ class Leader:
         return self.sampler.score(texts, firsts, alternatives, batch)
 
     def end(self) -> None:
-        """Stop the other ranks. Call it only on rank 0."""
+        """Stop the other ranks, which only rank 0 may do."""
         self._tell(None)
 
     def follow(self) -> None:

@@ -52,7 +52,7 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Generates text with a model that is in the memory of one or several processes.
+    """Generator of texts with a model that is in the memory of one or several processes.
 
     All layouts are supported: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
     rank must create a Sampler and call ``sample`` with the same arguments. All ranks, including data-parallel
@@ -257,7 +257,9 @@ class _Batch:
         return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
 
     def _draws(self, due: Sequence[int]) -> torch.Tensor:
-        """Return a random number from 0 to 1 for each row, ``[b]``, drawn from the row's own generator."""
+        """Return a random number between 0 and 1 for each row, ``[b]``, drawn from the row's own
+        generator.
+        """
         draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
         return torch.stack(draws)
 

@@ -17,7 +17,7 @@ _MOST_LOGITS = 1 << 28  # numbers that one batch may have: 1 GiB in fp32
 
 @dataclass
 class Score:
-    """The log-likelihoods of the tokens of a text, from a given position on.
+    """The log-likelihoods of the tokens of a text, starting at a given position.
 
     Attributes:
         first: the position of the first scored token.
@@ -35,7 +35,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """An input of the model, and the texts that consist of this input and one more token.
+    """An input of the model, with the texts that consist of this input and one more token.
 
     Attributes:
         inputs: the ids of the input.
@@ -113,7 +113,7 @@ class Scoring:
 
 
 def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
-    """Return the inputs of the model, the longest first.
+    """Return the inputs of the model, longest first.
 
     Texts that differ only in their last token share an input.
     """

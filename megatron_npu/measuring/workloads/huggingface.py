@@ -1,4 +1,4 @@
-"""Train the BERT model of Hugging Face on random tokens with the switches of ``megatron-npu train``."""
+"""Train Hugging Face's BERT on random tokens with the switches of ``megatron-npu train``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PAD = 128  # the vocabulary is the same for every tensor-parallel size
 
 
 def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train a GPT model, and return the number of its parameters over all ranks."""
+    """Train a GPT model, and return the number of parameters of the whole model."""
     initialize.silence_known_warnings()
     plugin.install()
     import megatron.core.models.gpt  # so that its import is no part of the memory that is measured

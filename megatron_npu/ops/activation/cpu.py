@@ -1,4 +1,4 @@
-"""Compute GELU of ``input + bias`` on the CPU; one exponential gives both the value and the derivative."""
+"""Compute GELU of ``input + bias`` on the CPU, with one exponential for both the value and the derivative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Check that the arguments of ``attention`` agree with each other and with the shapes of the tensors."""
+"""Check that the arguments of ``attention`` are consistent with each other and with the shapes of the
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Check that layout TND comes with ``packed``, and that ``packed`` is not combined with another mask.
+    """Check that ``packed`` is given with layout TND, and that it is not combined with another mask.
 
     Raises:
         ValueError: one of these is not the case.

@@ -1,5 +1,5 @@
-"""Compute attention on CUDA with cuDNN, flash-attn or torch's SDPA, and with FlexAttention for windows and
-packed sequences.
+"""Compute attention on CUDA with cuDNN, flash-attn, torch's SDPA or, for windows and packed sequences,
+FlexAttention.
 
 On Hopper and later GPUs, cuDNN's kernel is the fastest for the calls that it supports: causal or full
 attention in 16 bits.
@@ -57,7 +57,7 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True)
 class CudaCall:
-    """The kernel chosen for an attention call, and the arguments for flash-attn.
+    """The kernel that was chosen for an attention call, with the arguments for flash-attn.
 
     Attributes:
         window: (window_left, window_right) with the last query aligned with the last key.
@@ -138,13 +138,13 @@ def _head_sizes(
 
 
 def _is_simple(segment: Segment) -> bool:
-    """Return True if a segment has a single query or has no mask other than a causal one."""
+    """Return True if a segment has a single query, no mask or only a causal mask."""
     triangle = segment.window_left is None and segment.window_right in (None, 0)
     return triangle or segment.q1 - segment.q0 == 1
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the arguments of the flash-attn call, or None if flash-attn does not support the attention.
+    """Return the arguments for flash-attn, or None if flash-attn does not support the attention call.
 
     ``sizes`` are the head sizes.
     """
@@ -291,7 +291,7 @@ def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: 
 
 
 def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[..., Tensor]:
-    """Return the ``mask_mod`` function for FlexAttention, which returns whether query i attends to key j."""
+    """Return a ``mask_mod`` function for FlexAttention, which tells whether query i attends to key j."""
     begins, ends = visible_ranges(segments, device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

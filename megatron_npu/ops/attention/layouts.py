@@ -1,4 +1,4 @@
-"""Convert attention tensors between the layout of the call and ``[b, n, s, d]``.
+"""Convert attention tensors between the layout of a call and ``[b, n, s, d]``.
 
 Results are views unless stated otherwise.
 """
@@ -41,7 +41,9 @@ def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
-    """Undo ``to_bnsd``. This copies SBH and BSH tensors if the memory is in another order."""
+    """Convert a tensor from ``[b, n, s, d]`` to the layout of the call, copying it for SBH and BSH if
+    necessary.
+    """
     if layout == "TND":
         return tensor.squeeze(0).transpose(0, 1)
     if layout in HEADLESS:
@@ -50,7 +52,7 @@ def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
 
 
 def to_tokens(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Reshape a tensor to ``[b · s, n, d]``, with the tokens of one batch element after another.
+    """Reshape a tensor to ``[b · s, n, d]``, one batch element after another.
 
     The tensor is copied unless the layout is BSH, BSND or TND.
     """

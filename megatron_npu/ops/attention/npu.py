@@ -215,7 +215,7 @@ def attend(
 
 
 def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make query, key and value contiguous if they are interleaved in one tensor, as after a fused QKV
+    """Make query, key and value contiguous if they are interleaved in memory, as after a fused QKV
     projection.
 
     This takes a single copy instead of three.
@@ -233,9 +233,7 @@ def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 class _ContiguousQKV(torch.autograd.Function):
-    """Copy three tensors that are interleaved in memory, with a distance of ``step`` values between their
-    rows.
-    """
+    """Copy three tensors that are interleaved in memory at a distance of ``step`` values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:

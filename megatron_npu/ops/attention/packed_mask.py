@@ -44,5 +44,7 @@ def _read(mask: Tensor) -> tuple[int, ...] | None:
 
 
 def _starts(begins: Tensor, position: Tensor) -> list[int]:
-    """Return the positions at which sequences begin, given the first visible key of each query, ``[s]``."""
+    """Return the positions at which sequences begin, given the position of each query's first visible
+    key, ``[s]``.
+    """
     return (begins == position).nonzero().flatten().tolist()

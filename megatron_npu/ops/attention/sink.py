@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Compute ``reference.unfused`` with the sink ``[n]`` as an additional score for each query."""
+    """Compute ``reference.unfused`` with the sink ``[n]`` as one additional score for each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -64,7 +64,7 @@ def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Absorbed(torch.autograd.Function):
-    """Compute the attention ``[s, b, n, d]`` with a sink, over all keys as a single block."""
+    """Compute attention with a sink, ``[s, b, n, d]``, over all keys as a single block."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """The lengths, in tokens, of sequences that are concatenated in one tensor (layout thd), in host memory.
+    """The lengths in tokens, in host memory, of sequences that are concatenated in one tensor (layout thd).
 
     The lengths are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of
     the keys. A length may be 0.
@@ -44,8 +44,8 @@ class Segment(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """The number of keys minus the number of queries, which is the diagonal through the last query
-        and the last key.
+        """The number of keys minus the number of queries, which is also the diagonal of the last query at
+        the last key.
         """
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
@@ -101,8 +101,8 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if kernels without window support can compute the segment, which has no mask or a square
-        causal mask.
+        """True if kernels without window support can compute the segment, that is, without a mask or with
+        a square causal mask.
         """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
@@ -138,7 +138,7 @@ class AttentionSpec:
 def dense_segments(
     queries: int, keys: int, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the only segment of an attention call without packed sequences, in a list."""
+    """Return the only segment of an attention call without packed sequences, as a list."""
     return tuple(_limited([(0, queries, 0, keys)], causal, window, offset))
 
 
@@ -170,7 +170,7 @@ def _with_window(span: tuple[int, int, int, int], causal: bool, window: Window, 
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
-    """Convert ranges of queries and keys to segments with the attention window applied.
+    """Convert ranges of queries and keys to segments, and apply the attention window to them.
 
     A limit that hides no key in any span is dropped.
     """
@@ -209,7 +209,7 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return the window that all segments share, relative to the last query at the last key, or None if their
+    """Return the window that all segments share, counted from the last query at the last key, or None if
     windows differ.
 
     flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band lies

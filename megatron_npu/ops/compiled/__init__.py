@@ -40,7 +40,7 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Replace ``values`` with ``exp(values - reference)``, and add the row sums, computed before rounding, to
+    """Replace ``values`` with ``exp(values - reference)``, and add the sums of the unrounded rows to
     ``sums``.
 
     Args:
@@ -82,7 +82,8 @@ def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a norm's input ``[n, h]``, and of its factor and bias ``[h]`` in fp32.
+    """Return the gradients of a norm's input, ``[n, h]``, and the fp32 gradients of its factor and bias,
+    ``[h]``.
 
     Args:
         grad: gradient of the output, ``[n, h]``, for which ``usable`` is True.

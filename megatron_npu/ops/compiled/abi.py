@@ -30,7 +30,7 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 
 
 class Weighting(NamedTuple):
-    """Parameters of the attention weights ``gain · kept(softmax(scale · query · keyᵀ))``.
+    """The parameters of the attention weights ``gain · kept(softmax(scale · query · keyᵀ))``.
 
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one key.
 
@@ -96,7 +96,7 @@ _KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor is an ordinary CPU tensor whose values are in its own memory."""
+    """Return True if a tensor is an ordinary CPU tensor that stores its values itself."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:
         return False
     # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
@@ -371,7 +371,7 @@ def attention_backward(
 
 
 def can_pair(loaded: ctypes.CDLL) -> bool:
-    """Return True if the kernels were compiled for a processor with bf16 dot-product instructions."""
+    """Return True if the kernels are compiled for a processor with bf16 dot-product instructions."""
     return bool(loaded.can_pair())
 
 

@@ -38,7 +38,7 @@ def takes(dtype: torch.dtype) -> bool:
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write the attention output to ``output``, and the logarithm of each row's sum of exponentials to
+    """Write the attention output to ``output``, and the logarithm of the sum of each row's exponentials to
     ``normalizer``.
 
     Args:

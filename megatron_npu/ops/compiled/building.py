@@ -79,7 +79,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that libtorch is linked to.
+    """Return the OpenMP library to which libtorch is linked.
 
     Another OpenMP library would start its own threads.
 
@@ -102,7 +102,7 @@ def _openmp() -> Path:
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file of the library that provides a function to another library, or an empty string."""
+    """Return the file from which another library gets a function, or an empty string."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """The instructions that our kernel uses to multiply bf16 matrices on a processor."""
+    """The kind of instructions with which our kernel multiplies bf16 matrices on a processor."""
 
     WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
     PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
@@ -28,7 +28,7 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return True if our kernel is the fastest choice for all bf16 matmuls on this processor.
+    """Return True if our kernel is the best choice for all bf16 matmuls on this processor.
 
     This requires that oneDNN takes at least twice as long.
 
@@ -40,14 +40,13 @@ def are_fastest() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return True if our bf16 matmul kernel is available and at least as fast as oneDNN on this processor."""
+    """Return True if our bf16 matmul kernel is available and not slower than oneDNN on this processor."""
     return _usable_arithmetic() is not None
 
 
 @functools.cache
 def _arithmetic() -> Arithmetic | None:
-    """Return the fastest way for this processor to multiply bf16 matrices without AMX, or None if oneDNN is
-    faster.
+    """Return how our kernel should multiply bf16 matrices on this processor, or None if oneDNN is faster.
 
     Without an instruction for bf16 (Xeons up to Ice Lake), oneDNN widens values repeatedly: 27 GFLOPS,
     compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
@@ -64,13 +63,15 @@ def has_avx512() -> bool:
 
 
 def _processor() -> str:
-    """Return the entry of the first processor in Linux's ``/proc/cpuinfo``."""
+    """Return the entry for the first processor in Linux's ``/proc/cpuinfo``, or an empty string."""
     info = Path("/proc/cpuinfo")
     return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
 
 def arithmetic_of(processor: str) -> Arithmetic | None:
-    """Return the bf16 instructions to use on a processor, given its entry in ``/proc/cpuinfo``."""
+    """Return how our kernel should multiply bf16 matrices on a processor, given its entry in
+    ``/proc/cpuinfo``.
+    """
     can = _features_of(processor)
     if not can >= _AVX512 or "amx_bf16" in can:
         return None
@@ -89,9 +90,7 @@ def _field(processor: str, name: str) -> str:
 
 
 def _usable_arithmetic() -> Arithmetic | None:
-    """Return the bf16 instructions to use on this processor if the kernels are available and were
-    compiled for them.
-    """
+    """Return how our kernel can multiply bf16 matrices here, or None if the kernels are not available."""
     wanted, loaded = _arithmetic(), library()
     if loaded is None or (wanted is Arithmetic.PAIRED and not abi.can_pair(loaded)):
         return None
@@ -104,8 +103,8 @@ def pairs() -> bool:
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``multiply`` should be used for these operands, ``[n, m]`` and ``[m, k]`` or batches of
-    them.
+    """Return True if ``multiply`` should be used for the given operands, ``[n, m]`` and ``[m, k]`` or batches
+    of them.
 
     Operands with mismatched shapes are left to torch, which reports the error.
     """
@@ -154,7 +153,7 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return True if ``add`` should be used for these operands, which must be bf16 matrices and an fp32
+    """Return True if ``add`` should be used for the given operands, which must be bf16 matrices and an fp32
     total.
 
     oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
@@ -178,13 +177,12 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``exponentials`` should be used for these operands, which must be bf16 matrices."""
+    """Return True if ``exponentials`` should be used for the given operands, which must be bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
-    """Return ``exp(left · right + bias - reference)``, and add its row sums, computed before rounding, to
-    ``sums``.
+    """Return ``exp(left · right + bias - reference)``, and add the sums of the unrounded rows to ``sums``.
 
     Args:
         left: ``[n, m]``, bf16.
@@ -205,7 +203,7 @@ def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Te
 
 
 def _shown(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that makes a kernel visible in torch's profiler if a profiler is active."""
+    """Return a context manager that shows a kernel in torch's profiler if a profiler is active."""
     return record_function(f"megatron_npu::{name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -218,7 +216,7 @@ def _widened(bias: Tensor | None) -> Tensor | None:
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
-    """Return the suffix of the names of the kernels for operands of this dtype."""
+    """Return the suffix of kernel names for operands of the given dtype."""
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"

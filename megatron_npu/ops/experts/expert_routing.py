@@ -1,4 +1,4 @@
-"""Compute the router of a mixture of experts, which selects and weights the experts of each token.
+"""Compute the router of a mixture of experts, which selects experts for each token and weights them.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
@@ -75,7 +75,8 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
 
 def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[Tensor, Tensor]:
-    """Return scores that sum to 1 per token, for the load-balancing loss, and the ``topk`` best experts.
+    """Return the scores for the load-balancing loss, which sum to 1 for each token, and the ``topk`` best
+    experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -190,7 +191,7 @@ def _full(shape: torch.Size, value: float, dtype: torch.dtype, device: torch.dev
 
 
 def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the scores and the indices of the selected experts, best first."""
+    """Return the scores and the indices of the selected experts, with the best expert first."""
     if routing.chosen_groups:
         grouped = scores.unflatten(1, (routing.groups, -1))
         worth = (

@@ -49,8 +49,8 @@ def grouped_linear(
     counts: Tensor | Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Apply the linear layer with ``weights[0]`` and ``biases[0]`` to the first ``counts[0]`` rows, and so on
-    for each group.
+    """Apply the linear layer of each group: ``weights[0]`` and ``biases[0]`` to the first ``counts[0]`` rows,
+    and so on.
 
     This is ``grouped_matmul`` for experts with separate weight tensors, which are not copied.
 
@@ -100,7 +100,7 @@ _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, g
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Compute a grouped matmul, and compute the gradients of both operands with two more grouped matmuls."""
+    """Compute a grouped matmul, and its gradients with two more grouped matmuls."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Compute a grouped matmul with separate weights ``[o, i]``, whose gradients are views of a single
-    tensor.
+    """Compute a grouped matmul with a separate weight ``[o, i]`` for each group; the weights' gradients
+    share one tensor.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Sort tokens by expert, and restore their original order.
+"""Sort tokens by expert, and restore the original order of the tokens.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
 case in which every token goes to the same number of experts and none is dropped.
@@ -15,7 +15,7 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 def permute_tokens(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token to the rows of the experts that are selected for it.
+    """Copy each token once for each of its experts, and sort the copies by expert.
 
     Rows are grouped by expert, and keep the token order within each group.
 

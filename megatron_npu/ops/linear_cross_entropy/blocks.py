@@ -1,4 +1,4 @@
-"""Compute the fused loss in blocks of the vocabulary; the backward pass recomputes their logits to save
+"""Compute the fused loss in blocks of the vocabulary, whose logits the backward pass recomputes to save
 memory.
 """
 
@@ -25,7 +25,9 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums are accumulated: fp64 for fp64 tensors, and fp32 for all others."""
+    """Return the dtype in which sums are accumulated, which is fp64 for fp64 tensors and fp32 for all
+    others.
+    """
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -47,8 +49,8 @@ def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a block of the vocabulary, ``[t, 1]`` (0 if outside), and whether it
-    is in the block.
+    """Return each target's column in a block of the vocabulary, ``[t, 1]`` (0 if outside), and a mask of
+    targets inside.
     """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
@@ -124,9 +126,7 @@ class Gradients:
         self.d_weight = torch.empty_like(weight) if own else None
 
     def add(self, block: slice, grad: Tensor) -> None:
-        """Add the contribution of one block to the gradients, given the gradient of its logits, ``[t,
-        words of the block]``.
-        """
+        """Add the contribution of one block to the gradients, given the gradient of the block's logits."""
         if self.d_rows is not None:
             add_product(self.d_rows, grad, self.weight[block].t())
         if self.d_weight is not None:
@@ -141,7 +141,7 @@ class Gradients:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of rows, weight and bias in the dtypes of ``hidden``, weight and bias,
+        """Return the gradients of rows, weight and bias, in the dtypes of hidden states, weight and bias,
         respectively.
         """
         if self.d_rows is None:

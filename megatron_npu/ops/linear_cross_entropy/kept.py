@@ -134,8 +134,7 @@ class _Exponentials:
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
-        """Return True if a row's sum, or later the value at its target, is outside the range of representable
-        numbers.
+        """Return True if a row's sum, or later the value at its target, is outside the representable range.
 
         The range is that of the exponentials.
         """
@@ -157,8 +156,8 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each block of the vocabulary, the tokens whose targets are in the block and the columns of
-    these targets.
+    """Return, for each block of the vocabulary, the tokens with targets in the block, and the columns of the
+    targets.
 
     Args:
         local: ``[t]``, the targets, some of which are in no block.

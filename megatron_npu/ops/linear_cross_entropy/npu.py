@@ -1,4 +1,4 @@
-"""Compute the fused loss with torch_npu 2.13's kernels, which save no logits (Atlas A2 and later)."""
+"""Compute the fused loss with the kernels of torch_npu 2.13, which save no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe a rank's part of the vocabulary and where its weight gradient is stored."""
+"""Describe a rank's part of the vocabulary, and where the gradient of its weight is stored."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Provide optimizers, and operations that process lists of tensors together."""
+"""Provide optimizers, and operations on lists of tensors."""

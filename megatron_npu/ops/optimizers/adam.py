@@ -142,11 +142,11 @@ class FusedAdam(FusedOptimizer):
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` in the next step, perhaps without changing their tensors."""
+        """Multiply the gradients by ``factor`` in the next step; the gradient tensors may stay unchanged."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``."""
+        """Update every parameter that has a gradient, and return the result of the function ``closure``."""
         self.written = frozenset()
         try:
             return super().step(closure, **moved)
@@ -179,7 +179,7 @@ class FusedAdam(FusedOptimizer):
                 row.weight.copy_(row.main)
 
     def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
-        """Update the parameters that the GPU kernel supports, and return the parameters that are left."""
+        """Update the parameters that the GPU kernel supports, and return the other parameters."""
         weights = (self._row(parameter).weight for parameter in parameters)
         first = next((weight for weight in weights if weight.numel()), None)
         if first is None or not adam_update.has_kernel(first):
@@ -309,14 +309,14 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` from an fp32 tensor, ``value``.
+        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` to the fp32 tensor ``value``.
 
         If remainders are stored, the parameter itself becomes the rounded main weight.
         """
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, including gradients in ``decoupled_grad``.
+        """Clear the gradients, including those in ``decoupled_grad``.
 
         ``set_to_none`` overrides the constructor's setting.
         """

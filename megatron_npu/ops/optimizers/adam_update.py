@@ -1,4 +1,4 @@
-"""Compute one step of Adam or AdamW for lists of tensors: the formula, and one kernel per device."""
+"""Compute one step of Adam or AdamW for lists of tensors, with a reference and one kernel per device."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _adam_cuda(
 
 
 class Known(NamedTuple):
-    """Kernel inputs of a parameter that are cached between steps, with the values that they depend on.
+    """Kernel inputs of a parameter, cached between steps, with the values on which they depend.
 
     Attributes:
         state: the parameter's optimizer state.
@@ -134,7 +134,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return True if the cached tensors are still the same and are at the same addresses."""
+        """Return True if the cached tensors are still the same objects at the same addresses."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state

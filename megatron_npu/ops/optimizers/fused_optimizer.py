@@ -1,5 +1,5 @@
-"""Define what apex-style optimizers share: closures, rejected options, exact state dicts and fused
-updates.
+"""Define what apex-style optimizers share, such as closures, rejected options, exact state dicts and
+fused updates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of ``FusedAdam`` and ``FusedSGD``: one fused call per parameter group, device and dtype.
+    """Base class of ``FusedAdam`` and ``FusedSGD``, which make one fused call per parameter group, device and
+    dtype.
 
     Args:
         params: parameters or groups.
@@ -56,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``.
+        """Update every parameter that has a gradient, and return the result of the function ``closure``.
 
         Raises:
             ValueError: an argument is given that only early versions of apex accept (``grads``, ``scale``,
@@ -143,7 +144,7 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Convert the tensors for torch's fused kernels: to fp32, with the strides of the first tensor.
+    """Convert tensors to fp32 and to the strides of the first tensor, as torch's fused kernels require.
 
     Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
     Otherwise, torch 2.13's kernels for the CPU would be silently wrong: they assume equal strides, and SGD

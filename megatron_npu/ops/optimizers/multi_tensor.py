@@ -1,4 +1,4 @@
-"""Compute norms and scale lists of tensors, with the calling convention of ``amp_C``.
+"""Compute norms of lists of tensors and scale them, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
 apex's convention and is not used; ``overflow`` is a single integer on the device, which functions that check
@@ -41,14 +41,14 @@ class MultiTensorApply:
     def __call__(
         self, operation: Callable[..., Any], overflow: Tensor, tensor_lists: TensorLists, *args: Any
     ) -> Any:
-        """Return ``operation(chunk_size, overflow, tensor_lists, *args)``."""
+        """Call an operation, and return ``operation(chunk_size, overflow, tensor_lists, *args)``."""
         return operation(self.chunk_size, overflow, tensor_lists, *args)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of all tensors in the first list, as if they were concatenated, in fp32 ``[1]``.
+    """Return the L2 norm of all tensors in the first list together, in fp32 ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
@@ -79,9 +79,7 @@ def _norms_by_device(tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_in_chunks(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of a CPU tensor as an fp32 scalar ``[]``, accurate to 1e-6 for any number of
-    elements.
-    """
+    """Return the L2 norm of a CPU tensor of any size as an fp32 scalar ``[]``, accurate to 1e-6."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() - flat.numel() % _CHUNK
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
@@ -114,7 +112,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Multiply in a wider dtype if the target's dtype cannot represent the source exactly."""
+    """Multiply in a wider dtype if the dtype of the target cannot represent the source exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -186,9 +184,7 @@ def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the parts of distributed (FSDP) tensors that are on this rank, for torch's multi-tensor
-    functions.
-    """
+    """Return this rank's parts of distributed (FSDP) tensors, for torch's multi-tensor functions."""
     tensors = tuple(tensors)
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors

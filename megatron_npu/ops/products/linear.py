@@ -1,4 +1,6 @@
-"""Compute linear layers with faster CPU matmuls; the backward pass skips rows without a gradient."""
+"""Compute linear layers with faster CPU matmuls and with a backward pass that skips rows without a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -158,8 +160,8 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the operands are matrices of one dtype that can be multiplied, and the bias, if any,
-    matches.
+    """Return True if the operands are matrices of the same dtype that can be multiplied, with a matching
+    bias or no bias.
     """
     if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
         return False
@@ -211,9 +213,7 @@ in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
 
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
-    """Return the indices of the rows that are not all zero, or None if skipping the others would save too
-    little.
-    """
+    """Return the indices of nonzero rows, or None if skipping the other rows would save too little time."""
     if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)

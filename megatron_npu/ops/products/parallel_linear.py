@@ -25,7 +25,8 @@ WeightGradient = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def beyond(weight: Tensor, ranks: int) -> str | None:
-    """Return the documented limit of the operations (torch_npu 2.13) that a parallel layer exceeds, or None.
+    """Return the documented limit of torch_npu 2.13's fused operations that a parallel layer exceeds, or
+    None.
 
     Args:
         weight: ``[h_out, h_in]``, this rank's part.

@@ -1,4 +1,6 @@
-"""Replace parts of a Transformers model or a custom model with this project's operations, and undo this."""
+"""Replace parts of a Transformers model or a custom model with this project's operations, and undo the
+replacements.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """The outcome of ``swap`` for one part of a model.
+    """What ``swap`` has done with one part of a model, and the reason.
 
     Attributes:
         where: the path of the part in the model; empty for the model itself.
@@ -60,7 +62,7 @@ class Entry:
 
 @dataclass
 class Swapped:
-    """The result of ``swap`` for a model."""
+    """The result of calling ``swap`` for a model."""
 
     model: weakref.ReferenceType[nn.Module]
     entries: list[Entry] = field(default_factory=list)
@@ -68,8 +70,8 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return one entry per part of the model, including reasons that were recorded during later calls
-        of the model.
+        """Return one entry per part of the model, including reasons that calls of the model have recorded
+        since then.
         """
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())

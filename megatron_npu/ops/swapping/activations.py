@@ -49,8 +49,8 @@ def recognise(module: nn.Module) -> Found:
 
 
 def curve_of(module: nn.Module) -> str | None:
-    """Return the name of an activation function (``gelu``, ``gelu_tanh`` or ``silu``) from its values on -6
-    to 6.
+    """Return the name of an activation function (``gelu``, ``gelu_tanh`` or ``silu``), recognized by its
+    values on -6 to 6.
     """
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     try:
@@ -63,7 +63,7 @@ def curve_of(module: nn.Module) -> str | None:
 
 
 def _wavy(module: nn.Module) -> bool:
-    """Return True if a module is named after GELU, although it computes neither of GELU's two forms."""
+    """Return True if the class name of a module contains GELU, although it computes neither form of GELU."""
     return "gelu" in type(module).__name__.lower()
 
 
@@ -76,8 +76,8 @@ def _tanh(module: Any, input: Tensor) -> Tensor:
 
 
 def recognise_gated(module: Any) -> Found:
-    """Return the replacement for an MLP that computes ``down(curve(gate(x)) * up(x))``, whatever its
-    parts are called.
+    """Return the replacement for an MLP that computes ``down(curve(gate(x)) * up(x))``, with any
+    attribute names.
     """
     parts = _gated_parts(module)
     if parts is None:

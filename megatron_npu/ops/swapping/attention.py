@@ -33,7 +33,7 @@ def asks_the_registry(module: nn.Module) -> bool:
 
 
 def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[], None]]]:
-    """Enable our attention in the config of each Transformers model inside ``model``.
+    """Select our attention in the config of each Transformers model inside ``model``.
 
     Yields:
         For each config, the path of the model, and either a function that undoes the change or the reason why
@@ -112,7 +112,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return True if the requested mask hides more than padding and future keys."""
+    """Return True if the requested mask does more than hide padding and future keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -168,7 +168,7 @@ def attend(
 
 
 def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
-    """Cast the tensors to the dtype of autocast, as torch's attention does.
+    """Cast the tensors to the dtype that autocast requires, as torch's attention does.
 
     Rotary embedding may have widened some of them.
     """
@@ -260,7 +260,7 @@ def _written_out(
 
 
 def masked(seen: Tensor) -> Tensor:
-    """Convert the mask ``seen``, which is True for visible keys, to torch's convention by inverting it.
+    """Convert the mask ``seen``, which is True for visible keys, to torch's convention.
 
     The inverse is computed once for all layers.
     """

@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The reason why a module that looks replaceable is left unchanged."""
+    """A module that is left unchanged although it looks replaceable, with the reason."""
 
     what: str
     why: str
@@ -46,8 +46,8 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return True if the operations are bound to another device, so that a module must use its original
-    forward method.
+    """Return True if operations are bound to another device, so that a module must run its original forward
+    method.
 
     This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
     operation.
@@ -66,15 +66,15 @@ def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the names of the globals and attributes that the forward method of a module's class uses."""
+    """Return the names of globals and attributes that the forward method of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
 
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Replace a function of ``torch.nn.functional`` while a module's forward method runs, only in the current
-    thread.
+    """Replace a function of ``torch.nn.functional`` in the current thread while a module's forward method
+    runs.
 
     A ``TorchFunctionMode`` is not used: it would intercept every torch call, including those in the guards of
     compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
@@ -145,7 +145,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return True if the result of a probe equals ``expected``, to within a fraction of the largest value."""
+    """Return True if the result of a test call equals ``expected``, to within a fraction of the largest
+    value.
+    """
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

@@ -73,7 +73,9 @@ class Unmade(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries such as the size directly, and compute the logits for all other torch functions."""
+        """Answer queries such as the size without the logits, and compute the logits for all other torch
+        functions.
+        """
         if func in _KNOWN_WITHOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -158,7 +160,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counter of the optimizer steps in this process, over all optimizers."""
+    """Counter of the steps that all optimizers of this process have performed."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -234,7 +236,7 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 
 
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the logits, deferred if gradients are needed.
+    """Return the logits, or deferred logits if gradients are needed.
 
     Logits with gradients are for a loss.
     """
@@ -250,7 +252,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return True if the logits need gradients and no known code reads all of them.
+    """Return True if the logits need gradients, and no code is known that reads all of the logits.
 
     Args:
         module: the output layer.

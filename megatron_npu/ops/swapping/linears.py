@@ -41,8 +41,8 @@ def recognise(module: nn.Module) -> Found:
 
 
 def _is_conv1d(module: Any, weight: Tensor) -> bool:
-    """Return True if a module computes a linear layer with a transposed weight, as in GPT-2, for a test
-    input.
+    """Return True if a test shows that a module computes a linear layer with a transposed weight, as in
+    GPT-2.
     """
     if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
         return False

@@ -30,7 +30,7 @@ _BY = f"cross_entropy, for {_SMALLEST} or more classes"
 
 def recognise(module: Any) -> Found:
     """Return the replacement for torch's loss module, or for a module whose forward method calls torch's
-    loss function.
+    loss.
     """
     if has_forward_of(module, nn.CrossEntropyLoss):
         reason = _beyond(module.weight, module.reduction, module.label_smoothing)
@@ -58,8 +58,8 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return True if a model's vocabulary loss is replaced, either in its forward method or in a loss
-    module that it contains.
+    """Return True if a model's vocabulary loss is replaced, in its forward method or in a loss module
+    that it contains.
     """
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
@@ -133,7 +133,7 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` (``theirs``) with our operation if it supports the call.
+    """Compute ``F.cross_entropy`` with our operation if it supports the call, or else with ``theirs``.
 
     The result has the dtype of torch's result.
     """
@@ -155,7 +155,7 @@ def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
 
 
 def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
-    """Return the dtype that the result of ``F.cross_entropy`` has.
+    """Return the dtype of the result of ``F.cross_entropy``.
 
     Autocast computes it in fp32.
     """

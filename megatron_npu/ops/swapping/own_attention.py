@@ -27,7 +27,9 @@ from megatron_npu.ops.swapping.found import (
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the replacement for torch's attention layer, or for a layer that calls torch's function."""
+    """Return the replacement for torch's attention module, or for a module that calls torch's attention
+    function.
+    """
     if has_forward_of(module, nn.MultiheadAttention):
         reason = _beyond(module)
         return Left("attention", reason) if reason else Replacement("attention", "attention", _multihead)
@@ -118,7 +120,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask that is True for query-key pairs that are hidden.
+    """Return a mask that is True for hidden query-key pairs.
 
     Return the reason as a string if the given mask does more than hide pairs.
     """
@@ -152,7 +154,9 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` (``theirs``) with our operation if it supports the call."""
+    """Compute ``F.scaled_dot_product_attention`` with our operation if it supports the call, or else with
+    ``theirs``.
+    """
     forbidden = (
         None if attn_mask is None else _forbidden(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
     )

@@ -22,7 +22,7 @@ Rotate = Callable[..., Any]
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the layer's forward, changed to rotate queries and keys with our function."""
+    """Return the forward method of a layer, changed to rotate queries and keys with our function."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType):
         return None
@@ -50,8 +50,8 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return True if ``function(q, k, cos, sin)`` rotates element i together with element i + d/2 of a
-    test input.
+    """Return True if a test shows that ``function(q, k, cos, sin)`` rotates element i together with
+    element i + d/2.
     """
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
@@ -74,7 +74,7 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
-    """Return a copy of ``forward`` in which the original global name refers to our function.
+    """Return a copy of ``forward`` in which the global name of the rotation refers to our function.
 
     Other globals do not change.
 
@@ -120,7 +120,7 @@ def _holds(cell: CellType, value: object) -> bool:
 def _copy(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a function that has the same code but different globals and a different closure."""
+    """Return a function with the same code, but with other globals and another closure."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -50,7 +50,7 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return the reason why Triton is unable to launch kernels, or None.
+    """Return the reason why Triton is unable to launch kernels, or None if it can.
 
     For example, Triton requires a C compiler.
     """
@@ -65,7 +65,7 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return the reason why our kernels do not support these GPU tensors, or None if they do.
+    """Return the reason why our kernels do not support the given GPU tensors, or None if they do.
 
     The GPU is not synchronized.
     """

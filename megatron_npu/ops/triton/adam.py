@@ -1,4 +1,4 @@
-"""Launch an Adam step for many tensors, which also scales the gradients and writes 16-bit weights."""
+"""Launch an Adam step for many tensors, which can also scale gradients and write 16-bit weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tensors(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tables on the device that describe many tensors to the kernel.
+    """Tables in device memory that describe many tensors to the kernel.
 
     Attributes:
         addresses, sizes, firsts, owners: see the kernel.

@@ -1,4 +1,4 @@
-"""Launch the cross-entropy kernels, one for each direction.
+"""Launch the cross-entropy kernels for the forward and the backward pass.
 
 The operations define the autograd functions.
 """
@@ -17,7 +17,8 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """The vocabulary range, and the other parameters of the cross-entropy besides logits and targets.
+    """This rank's range of the vocabulary, and the other arguments of cross-entropy besides logits and
+    targets.
 
     Attributes:
         start: the id of the first column.
@@ -58,7 +59,7 @@ def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, T
 
 
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
-    """Return normalizers and target logits for the part of the vocabulary that a rank has.
+    """Return the normalizers and the target logits for a rank's part of the vocabulary.
 
     With label smoothing, return the sums of logits too.
     """

@@ -11,7 +11,7 @@ _LEVELS = 1 << 31  # as many bits decide about one value
 
 
 class Dropped(NamedTuple):
-    """Description of which values of a tensor dropout keeps, and of the factor by which they are scaled.
+    """Description of the values that dropout keeps in a tensor, with the factor by which it scales them.
 
     Attributes:
         seed: int64 ``[1]`` on the device.

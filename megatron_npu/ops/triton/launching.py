@@ -46,8 +46,8 @@ def power_of_two(size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
-    """Return the numbers of rows and columns of a tile for elementwise kernels, and the grid that covers
-    the tensor.
+    """Return the size of a tile (rows and columns) for elementwise kernels, and the grid that covers the
+    tensor.
     """
     columns = min(1024, max(16, power_of_two(width)))
     tall = min(_TILE // columns, power_of_two(rows))

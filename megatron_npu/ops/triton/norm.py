@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Residual input of a norm, which then computes the norm of ``residual + dropout(x + shift)``.
+    """The residual input of a norm, which then normalizes ``residual + dropout(x + shift)``.
 
     Attributes:
         residual: like the input.
@@ -68,7 +68,9 @@ class Kept(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _cut(rows: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the numbers of rows and columns of a tile, of rows per backward program, and of warps."""
+    """Return a tile's rows and columns, the rows per program in the backward pass, and the number of
+    warps.
+    """
     columns = max(16, power_of_two(width))
     tall = min(max(1, _TILE // columns), power_of_two(rows))
     tiles = -(-rows // tall)
@@ -148,7 +150,7 @@ def backward(
     dropped: Dropped | None = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the norm's input and of the dropout's input, and partial sums of the
+    """Return the gradients of the norm's input and of the dropout's input, and partial sums for the
     weights' gradients.
     """
     from megatron_npu.ops.triton.kernels import norm as kernels

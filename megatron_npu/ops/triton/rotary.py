@@ -1,4 +1,4 @@
-"""Launch the kernels for rotary embedding, one for each direction.
+"""Launch the kernels for rotary embedding, for the forward and the backward pass.
 
 Only the tables are saved for the backward pass.
 """

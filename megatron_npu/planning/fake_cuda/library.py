@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
 def unavailable() -> str | None:
-    """Return the reason why the library cannot be built on this machine, or None if it can."""
+    """Return the reason why the library cannot be built on this machine, or None if it can be built."""
     if sys.platform != "linux":
         return f"the fake CUDA does not support {sys.platform}"
     return None if shutil.which("g++") else "there is no g++ on PATH"

@@ -34,7 +34,7 @@ from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
-    """Fake tensors with readable values, with counts of the operations on CUDA tensors.
+    """Fake tensors whose values can be read, and counts of the operations on CUDA tensors.
 
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
@@ -179,7 +179,7 @@ def _known(tensor: Tensor) -> Any:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return the result of ``item`` for a tensor whose value is known.
+    """Return the result of ``item`` for a tensor, if its value is known.
 
     An unknown value is zero in the tensor's dtype.
     """
@@ -274,8 +274,8 @@ def _namespace() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives() -> Iterator[tuple[Any, str, Any]]:
-    """Yield functions that create fake process groups for any backend, and collectives of objects that
-    copy.
+    """Yield functions that create fake process groups for any backend, and object collectives that make
+    copies.
     """
     init, new = dist.init_process_group, dist.new_group
 

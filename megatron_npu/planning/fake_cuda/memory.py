@@ -1,6 +1,4 @@
-"""Simulate the memory of fake CUDA tensors by running a model of torch's caching allocator on their
-storages.
-"""
+"""Simulate the memory of fake CUDA tensors by applying torch's caching allocator to their storages."""
 
 from __future__ import annotations
 
@@ -87,8 +85,8 @@ class CountedTensors(Tensors):
             self.workspaces += self.allocator.allocate(_WORKSPACE).size
 
     def _inside_flash_backward(self, query: Tensor) -> None:
-        """Count the fp32 buffer for the gradient of the queries, ``[b, a, s, d]``, in the sizes to which
-        the kernel rounds.
+        """Count the fp32 buffer for the gradient of the queries, ``[b, a, s, d]``, with sizes rounded as
+        in the kernel.
         """
         batch, heads, length, channels = query.shape
         rows = -(-length // 128) * 128

@@ -1,1 +1,1 @@
-"""Run one rank of a planned job, with its simulated device, without its peers, and measure it."""
+"""Run one rank of a planned job on its simulated device, without its peers, and measure the rank."""

@@ -1,4 +1,4 @@
-"""Exchange batches between the planned ranks that read data and the ranks that receive it from them.
+"""Exchange batches between the planned ranks that read data and the planned ranks that receive it.
 
 Megatron's scripts read data on the first tensor-parallel rank, which broadcasts the sizes, tokens and masks
 to the others. These values decide what the others allocate: a causal mask is recognized, any other is kept. A
@@ -58,7 +58,7 @@ def exchanged(folder: Path) -> Iterator[None]:
 
 
 def _source(arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the global rank that sends, and the name of the group.
+    """Return the global rank of the sender, and the name of the group.
 
     Return None if this rank is not in the group.
     """

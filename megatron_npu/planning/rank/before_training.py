@@ -38,7 +38,7 @@ class ReadyError(BaseException):
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Raise ``ReadyError`` before the first module runs, and read only the descriptions in checkpoints."""
+    """Raise ``ReadyError`` before the first module runs, and read only the descriptions of checkpoints."""
 
     def ready(*_: Any) -> None:
         raise ReadyError
@@ -71,7 +71,7 @@ def _descriptions_only() -> Iterator[None]:
         return future
 
     def mapped(file: Any, *given: Any, **named: Any) -> Any:
-        """Load a file memory-mapped, so that its tensors are not read from the disk."""
+        """Load a file as a memory map, so that its tensors are not read from the disk."""
         if isinstance(file, (str, os.PathLike)) and zipfile.is_zipfile(file):
             named.setdefault("mmap", True)
         return load(file, *given, **named)

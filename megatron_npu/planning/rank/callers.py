@@ -9,7 +9,7 @@ _FRAMES = 8
 
 
 def nearest(name: str, frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the function ``name`` at ``frame`` or a few frames above it, or None."""
+    """Return the frame of the function ``name``, which is ``frame`` or shortly above it, or None."""
     for _ in range(_FRAMES):
         if frame is None or frame.f_code.co_name == name:
             return frame

@@ -72,7 +72,7 @@ def _end(waiting: dict[int, socket.socket]) -> int:
 
 
 def _run(device: str, request: dict[str, Any], prepared: bool) -> None:
-    """Run a rank in this process, which was forked for it.
+    """Run a rank in this forked process.
 
     If the imports failed, use a new interpreter, which reports the same error as the real run.
     """
@@ -105,7 +105,7 @@ def _tell_simulator() -> None:
 
 
 def _imported(device: str, start: tuple[str, ...]) -> bool:
-    """Import the modules that each rank needs, in the same order as a rank.
+    """Import the modules that a rank needs, in the order in which a rank imports them.
 
     Return False if an import fails.
     """

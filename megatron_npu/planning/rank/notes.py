@@ -1,4 +1,6 @@
-"""Measure a rank during training: what its memory is used for, and where in the program the peak occurs."""
+"""Measure a rank during training: what its memory is used for, and where in the program it reaches its
+peak.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Notes:
 
 
 class _Watch:
-    """Records where peak memory rises, at the beginning and the end of each module and optimizer call."""
+    """Recorder of the places where peak memory rises, at the beginning and end of modules and optimizer
+    calls.
+    """
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -144,7 +148,7 @@ class _Watch:
 
 
 class _Order:
-    """Records the order of passes through the model chunks of a stage.
+    """Recorder of the order of passes through the model chunks of a stage.
 
     Chunks are numbered as they first run.
     """
@@ -173,7 +177,7 @@ class _Order:
 
 
 class _Storages:
-    """Storages of tensors on the device, each of which is counted once."""
+    """A collection of storages of tensors on the device, in which each storage is counted once."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -189,7 +193,7 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the number of bytes of the storages that are not in any of the sets ``without``."""
+        """Return the number of bytes of the storages that are in none of the sets ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 
@@ -237,7 +241,7 @@ def asking_line() -> str:
 
 
 def calling_lines(operation: str) -> list[dict[str, Any]]:
-    """Return the operation, and the lines of the program outside torch that call it, in the format of a
+    """Return the operation and the calling lines of the program outside torch, in the format of a memory
     snapshot.
     """
     lines: list[dict[str, Any]] = [{"filename": "", "line": 0, "name": operation}]

@@ -79,8 +79,8 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Apply a specification inside the ``with`` block: absent peers, their batches, an early end, and a
-    routing.
+    """Apply a specification inside the ``with`` block: absent peers and their batches, an early end, and
+    a routing.
     """
     from megatron_npu.planning.rank import (
         batches,

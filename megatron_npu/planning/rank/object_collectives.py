@@ -1,5 +1,4 @@
-"""Replace barriers and collectives of objects in a planned rank with versions that use the same device
-memory.
+"""Replace barriers and object collectives in a planned rank with versions that use the same device memory.
 
 With HCCL alone, torch makes device tensors for them; with gloo besides, tensors of the host.
 """
@@ -17,7 +16,7 @@ from megatron_npu.planning import alone
 
 
 class ObjectCollectives:
-    """Replacements for torch's collectives of objects.
+    """Replacements for torch's object collectives.
 
     The replacements know which groups of the job have only HCCL.
     """
@@ -48,13 +47,15 @@ class ObjectCollectives:
         }
 
     def place(self, group: Any = None) -> str:
-        """Return the type of device through which a group exchanges barriers and objects."""
+        """Return the type of device on which a group exchanges barriers and objects."""
         known = group or distributed_c10d._get_default_group()
         name = getattr(known, "group_name", None)  # a backend, which some callers have, has none
         return "npu" if name in self._of_device else self._place(group)
 
     def all_gather_object(self, objects: list[Any], mine: Any, group: Any = None) -> None:
-        """Fill ``objects`` with this rank's own object, after allocating device memory as torch would."""
+        """Fill ``objects`` with this rank's own object, after allocating device memory in the same way as
+        torch.
+        """
         if self.place(group) == "npu":  # what arrives is nobody's
             with mock.patch.object(distributed_c10d, "_tensor_to_object", alone.nothing):
                 self._gather(list(objects), mine, group)

@@ -133,7 +133,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_first_contact() -> Iterator[None]:
-    """Skip checks of other machines, such as whether they answer and whether enough files can be opened."""
+    """Skip checks of other machines, such as whether they answer and whether they can open enough files."""
     with (
         mock.patch.object(first_contact, "made", contextlib.nullcontext),
         mock.patch.object(watchdog, "require_open_files"),
@@ -147,7 +147,7 @@ def of_npu(asked: Any) -> str:
 
 
 def _join_hosts(group: Any) -> None:
-    """Make a group also accept tensors on the host, as with gloo.
+    """Make a group also accept host tensors, as gloo does.
 
     Naming two backends does not work, because torch keeps one backend of each type, and HCCL and the fake
     backend have the same type.

@@ -1,4 +1,4 @@
-"""Route tokens to the experts of a planned rank, which receives a chosen share of all tokens.
+"""Route a chosen share of all tokens to the experts of a planned rank.
 
 The real routing is unknown.
 
@@ -38,16 +38,16 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple, at which each token is routed to as many of this rank's experts as
-        possible.
+        """The largest multiple of an even share, with which each token goes to as many of this rank's
+        experts as possible.
         """
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
 
     def map(self, tokens: int, multiple: float) -> torch.Tensor:
-        """Return the routing map ``[tokens, experts]`` for a multiple, which is limited to the largest
-        one.
+        """Return the routing map ``[tokens, experts]`` for a multiple of an even share, limited to the
+        largest multiple.
         """
         first, behind = self.own
         count, others = behind - first, self.experts - (behind - first)
@@ -65,7 +65,7 @@ class Routing:
 
 
 def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
-    """Set ``counts[i]`` elements in row i of ``into`` ``[tokens, experts]``, taking the experts in turn."""
+    """Set ``counts[i]`` elements in row i of ``into`` ``[tokens, experts]``, using the experts in turn."""
     experts = into.size(1)
     starts = counts.cumsum(0) - counts
     for number in range(int(counts.max()) if counts.numel() else 0):
@@ -75,7 +75,7 @@ def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
-    """Replace the choices of routers that do not pad to a capacity.
+    """Replace the choices of routers that do not pad experts to a capacity.
 
     Add the largest multiple to ``report``.
     """

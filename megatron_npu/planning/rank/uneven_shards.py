@@ -1,4 +1,4 @@
-"""Support Megatron-FSDP, which compares the shards of a rank with those of other, absent ranks."""
+"""Support Megatron-FSDP, which compares the shards of a rank with the shards of absent ranks."""
 
 from __future__ import annotations
 

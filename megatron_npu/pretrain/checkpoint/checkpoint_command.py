@@ -233,7 +233,7 @@ def _gather(directories: Sequence[str], into: Path, step: int | None) -> int:
 
 
 def _state(path: Path, without: str) -> str:
-    """Return the text that describes the state of an undamaged checkpoint.
+    """Return the printed state of an undamaged checkpoint.
 
     Without checksums, the state is ``without``.
     """

@@ -1,4 +1,4 @@
-"""Report checkpoints that cannot be written or read as one-line errors."""
+"""Report a failure to write or read a checkpoint as a one-line error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reason(error: BaseException) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return a question to the user about the likely cause of a failed write."""
+    """Return a question that asks the user about the likely cause of a failed write."""
     if "SIGKILL" in reason(error):
         return "Did the machine run out of memory?"
     return "Is the disk full?"
@@ -68,7 +68,7 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Report errors raised in the ``with`` block, which reads the checkpoint in ``path``, as a single line.
+    """Report errors in the ``with`` block, which reads the checkpoint in ``path``, on a single line.
 
     Raises:
         UsageError: files are missing, damaged or contain code, or the checkpoint requires a newer

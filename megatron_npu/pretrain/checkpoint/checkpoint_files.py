@@ -58,8 +58,7 @@ def is_of_fsdp(path: Path) -> bool:
 
 
 def common_lies_among_shards(path: Path) -> bool:
-    """Return True if values that are not sharded are stored as an object among the shards, as in 0.19 and
-    later.
+    """Return True if unsharded values are stored as an object among the shards, as in 0.19 and later.
 
     The index is a pickle. The pickle is only searched for the object's name, and nothing is unpickled.
     """
@@ -148,7 +147,7 @@ def relocated(root: str | Path, path: str | None) -> str | None:
 
 
 def release(root: str | Path, path: Path) -> Path:
-    """Mark a checkpoint that this package did not train as ``release``, and return its new path."""
+    """Mark a checkpoint that this package did not train as ``release``, and return the new path."""
     place = Path(root) / RELEASE
     path.rename(place)
     files.write(Path(root) / TRACKER, f"{RELEASE}\n")

@@ -81,7 +81,7 @@ def save(
 
 
 def begin_async(flags: StoreFlags, state: State, position: Position, part: Path) -> AsyncRequest:
-    """Return a request with which megatron-core's writer queue writes the checkpoint for ``position``.
+    """Return a request that makes megatron-core's writer queue write the checkpoint for ``position``.
 
     The files are written to ``part``. The state is copied to the host when the writer starts. All ranks must
     call this.
@@ -194,7 +194,7 @@ def _load_own(flags: LoadFlags, state: State, found: checkpoint_description.Chec
 
 
 def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load a checkpoint that was saved with Megatron's FSDP into a model that may be sharded in any way."""
+    """Load a checkpoint that was saved with Megatron's FSDP into a model with or without sharding."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(flags, state, found)
     rng = flags.load_rng and _same_ranks(flags, found)
@@ -381,7 +381,7 @@ def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) 
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
-    """Return the position after the given numbers of further iterations and samples."""
+    """Return the position after the given numbers of additional iterations and samples."""
     return replace(
         position,
         iteration=position.iteration + iterations,

@@ -80,7 +80,7 @@ def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[
 def _require(
     found: CheckpointInfo, name: str, value: Any, kind: Number | type[bool] | None, others: tuple[Any, ...]
 ) -> None:
-    """Check that a value has the given type, or equals one of ``others``.
+    """Check that a value has the given type or is one of ``others``.
 
     Raises:
         UsageError: neither is the case.

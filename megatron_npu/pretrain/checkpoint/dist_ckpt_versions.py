@@ -19,7 +19,7 @@ def _version() -> tuple[int, int]:
 
 
 def metadata(flags: ShardFlags) -> Metadata:
-    """Return the sharding metadata, which a checkpoint stores because loading needs it."""
+    """Return the sharding metadata, which checkpoints store for use when they are loaded."""
     result: Metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if flags.fully_sharded == "megatron":
         return {"distrib_optim_sharding_type": OF_FSDP}
@@ -64,7 +64,7 @@ def optimizer_keywords(described: Metadata) -> dict[str, Any]:
 
 
 def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[str, Any]:
-    """Return the arguments with which ``dist_checkpointing.save`` stores the metadata in the checkpoint.
+    """Return the arguments that make ``dist_checkpointing.save`` store the metadata in the checkpoint.
 
     Args:
         described: the result of ``metadata``.

@@ -36,7 +36,7 @@ def sharded(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-    """Return the weights and the optimizer state of a run, arranged as upstream does.
+    """Return the weights and the optimizer state of a run in upstream's structure.
 
     Args:
         model: the only chunk, wrapped in Megatron's FSDP.
@@ -81,8 +81,7 @@ def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
-    """Add settings that are missing in the parameter groups, so that their values are read from the
-    checkpoint.
+    """Add settings that the parameter groups lack, so that the checkpoint's values for them are read.
 
     For example, a new optimizer has no step count yet.
     """
@@ -114,7 +113,7 @@ def _bare(name: str) -> str:
 
 
 def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Load only the weights, into a model that is not sharded. All ranks must call this.
+    """Load the weights only, into a model that is not sharded. All ranks must call this.
 
     Args:
         model: the only chunk, wrapped or not.
@@ -150,7 +149,7 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
 
 
 def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole weight with its name.
+    """Yield each weight, unsharded, with its name.
 
     A weight that was saved in halves is yielded half by half.
     """

@@ -1,5 +1,4 @@
-"""Set the optimizer's and the schedule's settings from the current flags when a run resumes from a
-checkpoint.
+"""Set the optimizer and the schedule according to the current flags when a run resumes from a checkpoint.
 
 The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
 learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so the learning
@@ -34,7 +33,7 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 
 
 def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) -> None:
-    """Restore the settings of the parameter groups to those that the flags define.
+    """Restore the settings of the parameter groups that the flags define.
 
     With --use-checkpoint-opt-param-scheduler, the settings of the schedule remain those of the checkpoint.
 
@@ -62,7 +61,7 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     flags: LoadFlags, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Set the schedule to the run's position without a loaded optimizer, if a flag selects a schedule.
+    """Set the schedule to the run's position, without the optimizer's state, if a flag selects a schedule.
 
     Otherwise the schedule restarts.
 

@@ -20,7 +20,8 @@ from megatron_npu.safe_files import safe_load, torch_readers
 
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, saved by the trainer or by a stock script, or None.
+    """Return the newest checkpoint under ``root``, whether saved by the trainer or by a stock script, or
+    None.
 
     Only the weights are loaded from a stock script's checkpoint, not the optimizer state and random states.
     Values that depend on its tokenizer are not among its arguments yet.
@@ -54,7 +55,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
 
 
 def flags_of(path: Path) -> dict[str, Any]:
-    """Return those flags in a stock script's checkpoint that have plain values.
+    """Return the flags with plain values that a stock script's checkpoint contains.
 
     Args:
         path: the checkpoint's directory, as found by ``existing``.
@@ -125,7 +126,7 @@ def read_common(file: Path) -> dict[str, Any]:
 
 
 def _read_among_shards(path: Path) -> dict[str, Any]:
-    """Return the common values that 0.19 stores among the shards, in a list.
+    """Return a list with the common values, which 0.19 stores among the shards.
 
     No code from the file is executed.
     """

@@ -1,4 +1,4 @@
-"""Parse the flags that name the sources of samples: dataset prefixes, their weights, and the sizes of the
+"""Parse the flags for the sources of samples: dataset prefixes, their weights, and the sizes of the
 splits.
 """
 

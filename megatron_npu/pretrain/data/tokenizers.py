@@ -14,7 +14,7 @@ from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
-    """Return the token ids that ``more`` adds when it follows ``text``.
+    """Return the token ids that ``more`` adds to a text when it follows ``text``.
 
     GPT-2's tokenizers encode ``more`` separately, as Megatron's LAMBADA does. A Hugging Face tokenizer may
     add tokens at the beginning of every text, so it must encode both texts together.
@@ -25,7 +25,7 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Return the model's vocabulary size: that of the tokenizer or, if it is larger, --vocab-size.
+    """Return the model's vocabulary size, which is the tokenizer's or, if larger, that of --vocab-size.
 
     Raises:
         UsageError: ``--vocab-size`` is smaller than the tokenizer's number of tokens.
@@ -74,7 +74,7 @@ def build(flags: TokenizerFlags) -> Tokenizer:
 
 
 def _gpt2_file(flag: str, path: str | None) -> str:
-    """Return the path of one of the two files of the GPT-2 tokenizer.
+    """Return the path of one of the GPT-2 tokenizer's files.
 
     Raises:
         UsageError: the flag is missing.

@@ -1,6 +1,4 @@
-"""Provide validation samples from one or more sets, reading either the next samples or the whole set each
-time.
-"""
+"""Provide validation samples from one or more sets, either successive samples or whole sets."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class ValidationSet:
 
 
 def sets(flags: EvaluationFlags, datasets: Datasets) -> list[ValidationSet]:
-    """Return the validation sets that each validation reads, or an empty list if there is no validation.
+    """Return the sets that each validation reads, or an empty list if there is no validation.
 
     Raises:
         UsageError: a set that is to be read completely has no samples.
@@ -61,7 +59,7 @@ def _whole(flags: EvaluationFlags, name: str, dataset: Any) -> ValidationSet:
 
 
 class Padded(Dataset):
-    """Dataset padded with samples that are not counted, so that its last global batch is complete.
+    """Dataset with additional samples that are not counted, so that its last global batch is complete.
 
     Args:
         dataset: a dataset whose samples have a ``loss_mask``.

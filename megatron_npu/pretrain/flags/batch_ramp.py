@@ -1,4 +1,4 @@
-"""Implement ``--rampup-batch-size``, which increases the batch size during the first part of a run."""
+"""Implement ``--rampup-batch-size``, which increases the batch size over the first samples of a run."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class ResumeFlags(LayoutFlags):
 
 @dataclass(frozen=True)
 class LoadFlags(LayoutFlags):
-    """Flags that select the checkpoint and its parts to load, and how the schedule continues."""
+    """Flags that select the checkpoint, which parts of it are loaded, and how the schedule continues."""
 
     load: str
     ckpt_step: int | None

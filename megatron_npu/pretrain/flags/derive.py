@@ -22,7 +22,7 @@ NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
 
 def version(args: Namespace, of_core: str) -> None:
-    """Store the version of megatron-core in the flags."""
+    """Store megatron-core's version in the flags."""
     args.megatron_version = of_core
 
 
@@ -40,7 +40,7 @@ def process(args: Namespace) -> None:
 
 
 def model(args: Namespace) -> None:
-    """Set the sizes of the layers, and the flags for which other flags are abbreviations."""
+    """Set the sizes of the layers, and the flags that other flags abbreviate."""
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
@@ -65,7 +65,7 @@ def latent(args: Namespace) -> None:
 
 
 def precision(args: Namespace, wanted: str) -> None:
-    """Set ``bf16`` or ``fp16`` for ``--mixed-precision``."""
+    """Set ``bf16`` or ``fp16`` according to ``--mixed-precision``."""
     setattr(args, wanted, True)
 
 
@@ -84,9 +84,7 @@ def distributed_optimizer(args: Namespace) -> None:
 
 
 def offloaded_optimizer(args: Namespace, on: bool) -> None:
-    """Set whether the optimizer is offloaded to the host, and the values that megatron-core requires in
-    this case.
-    """
+    """Set whether the optimizer is offloaded to the host, and the values that megatron-core then requires."""
     args.optimizer_cpu_offload, args.optimizer_offload_fraction = on, 1.0
     if on:
         args.use_precision_aware_optimizer = True
@@ -99,7 +97,7 @@ def precision_aware_optimizer(args: Namespace) -> None:
 
 
 def recompute_all(args: Namespace) -> None:
-    """Set the recomputation flags that ``--checkpoint-activations`` stands for."""
+    """Set the recomputation flags that ``--checkpoint-activations`` implies."""
     if args.recompute_granularity is None:  # not by older_flags
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
 
@@ -141,7 +139,7 @@ def expert_layout(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Set the recomputation flags that ``--recompute-activations`` stands for."""
+    """Set the recomputation flags that ``--recompute-activations`` implies."""
     if args.recompute_activations:
         args.recompute_granularity = "selective"
 
@@ -242,7 +240,7 @@ def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
 
 
 def widened(args: Namespace) -> None:
-    """Set the flags with which a trained model is built from fp32 modules."""
+    """Set the flags for building a trained model from fp32 modules."""
     args.bf16 = args.fp16 = False
 
 
@@ -272,7 +270,7 @@ def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> N
 
 
 def _iterations(args: Namespace, begin: int, end: int) -> int:
-    """Return the number of whole global batches between two sample counts."""
+    """Return the number of complete global batches between two sample counts."""
     ramp = Ramp.of(args)
     return max(0, end - begin) // args.global_batch_size if ramp is None else ramp.iterations(begin, end)
 
@@ -284,14 +282,14 @@ def split(args: Namespace) -> None:
 
 
 def optimizer(args: Namespace) -> None:
-    """Set the dtype of gradients, and a default learning rate if the run does not require one."""
+    """Set the dtype of gradients, and a default learning rate for runs that do not require one."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
 
 
 def schedule(args: Namespace) -> None:
-    """Set the end of the learning-rate decay in the unit of the run's length."""
+    """Set the end of the learning-rate decay in the same unit as the run's length."""
     if args.train_samples is not None:
         args.lr_decay_samples = args.lr_decay_samples or args.train_samples
     else:
@@ -325,5 +323,5 @@ def padded_vocab_size(args: Namespace) -> None:
 
 
 def no_step_graph(args: Namespace) -> None:
-    """Disable the use of a CUDA graph, because the device does not support CUDA graphs."""
+    """Disable the CUDA graph, because the device does not support CUDA graphs."""
     args.cuda_graph_impl = "none"

@@ -81,7 +81,7 @@ def of_a_dense_model() -> dict[str, Any]:
 
 
 def add(add: Add) -> None:
-    """Add the flags of mixture-of-experts models to a parser.
+    """Add to a parser the flags of mixture-of-experts models.
 
     All except ``--num-experts`` have an effect only together with ``--num-experts``.
     """

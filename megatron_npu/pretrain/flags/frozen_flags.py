@@ -16,7 +16,7 @@ class Flags(Namespace):
         self._is_frozen = True
 
     def changed(self, **values: object) -> Flags:
-        """Return a frozen copy with some values changed."""
+        """Return a frozen copy in which some values are changed."""
         result = Flags(**{**vars(self), **values})
         result.freeze()
         return result

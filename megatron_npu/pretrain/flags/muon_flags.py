@@ -17,7 +17,7 @@ COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 
 def add(add: Add) -> None:
-    """Add the flags that only ``--optimizer muon`` uses to a parser."""
+    """Add to a parser the flags that only ``--optimizer muon`` uses."""
     add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient averaging")
     add(
         "--muon-nesterov",

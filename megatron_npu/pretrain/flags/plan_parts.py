@@ -22,7 +22,7 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True)
 class Part:
-    """Base class for a group of flags about one subject, with fields named after the flags."""
+    """Base class for the flags of one subject, whose fields have the names of the flags."""
 
     @classmethod
     def of(cls: type[_Part], args: Namespace) -> _Part:
@@ -37,7 +37,7 @@ class Part:
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        """Return the values of those fields that are not copied from the flag with the same name."""
+        """Return the values of fields that are not copied from the flag with the same name."""
         return {}
 
 
@@ -316,7 +316,7 @@ class ExpertFlags(Part):
 
 @dataclass(frozen=True)
 class ModelFlags(Part):
-    """Flags, in addition to the model's configuration, from which a GPT model is built.
+    """Flags from which a GPT model is built, in addition to the model's configuration.
 
     ``yarn_scale`` is YaRN's factor for queries and keys.
     """

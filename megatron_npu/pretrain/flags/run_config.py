@@ -64,7 +64,7 @@ def add(group: Add) -> None:
 
 
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the command line with the flags from --preset and --config placed before the user's own flags.
+    """Return the command line with the flags from --preset and --config placed before the user's flags.
 
     Raises:
         UsageError: the preset or file does not exist, or a line does not set a flag to a valid value.
@@ -132,9 +132,7 @@ def _quoted(text: str) -> str:
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Remove --config and --preset from a command line, and return the rest and the values of the two
-    flags.
-    """
+    """Remove --config and --preset from a command line, and return it and the values of these two flags."""
     rest: list[str] = []
     values: dict[str, list[str]] = {"--config": [], "--preset": []}
     words = iter(argv)
@@ -245,7 +243,7 @@ def _without_comment(line: str) -> str:
 
 
 def _values(text: str, where: str) -> list[str]:
-    """Return the value as a list: a scalar as a single element, or the elements of a list in brackets."""
+    """Return the values in a configuration line as a list, from either a scalar or a list in brackets."""
     if text[0] in "{|>&*!":
         raise UsageError(
             f"{where}: the value must be a plain value or [a, b], but is {text}",

@@ -27,7 +27,7 @@ from megatron_npu.pretrain.flags.plan_parts import (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run, which its resolved flags determine.
+    """The plan of a run, which follows from the run's resolved flags.
 
     Attributes:
         rank, world_size: the number of this process, and the number of processes.
@@ -87,7 +87,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Flags) -> RunPlan:
-        """Create the plan from resolved flags, as ``validation.check`` returns them."""
+        """Create the plan from resolved flags, which ``validation.check`` returns."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -125,7 +125,7 @@ class RunPlan:
         )
 
     def batch_behind(self, samples: int) -> int:
-        """Return the size of the global batch that follows after the given number of sequences."""
+        """Return the size of the global batch that follows the given number of sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
 
     def micro_batches_of(self, samples: int) -> int:
@@ -139,7 +139,7 @@ class RunPlan:
 
     @property
     def only_saves(self) -> bool:
-        """True if the run has no iterations, and only initializes or loads the model and saves it."""
+        """True if the run has no iterations, and only initializes or loads the model in order to save it."""
         return self.iterations == 0
 
 

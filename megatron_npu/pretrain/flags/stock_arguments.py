@@ -172,7 +172,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of TransformerConfig fields that the built-in trainer has no flags for."""
+    """Yield the values of ``TransformerConfig`` fields for which the built-in trainer has no flags."""
     import dataclasses
 
     from megatron.core.model_parallel_config import ModelParallelConfig

@@ -1,4 +1,4 @@
-"""Add a bias to the output projection of attention, and to no other layer.
+"""Add a bias only to the output projection of attention.
 
 megatron-core has no flag for this.
 """

@@ -1,4 +1,4 @@
-"""Gather all parameters at once, instead of gathering them one after another during the forward pass."""
+"""Gather all parameters at once, before the forward pass needs them one after another."""
 
 from __future__ import annotations
 

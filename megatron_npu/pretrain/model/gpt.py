@@ -155,7 +155,7 @@ def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
-    """Return megatron-core's local layer spec for a model chunk: one spec, or one spec per layer."""
+    """Return megatron-core's local layer spec for a model chunk, as one spec or as one spec per layer."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if flags.num_experts is None:
@@ -177,7 +177,7 @@ def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> 
 
 
 def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
-    """Return the spec of the multi-token prediction layers in the chunk, or None if it has none.
+    """Return the spec of the multi-token prediction layers in the chunk, or None if it has no such layers.
 
     Args:
         layers: the result of ``_layers``; the prediction layers are like the last of these.
@@ -192,7 +192,7 @@ def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any
 
 
 def _stage_is_passed() -> bool:
-    """Return True if model chunks receive the number of their stage as an argument.
+    """Return True if model chunks receive the number of their virtual stage as an argument.
 
     megatron-core 0.12 uses a global variable.
     """
@@ -216,7 +216,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the first of the model, and whether it is the last.
+    """Return whether a chunk of this process is the model's first, and whether it is the model's last.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -229,7 +229,7 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module to the device and, if the flags select this, to half precision with fp32 outputs."""
+    """Move a module to the device and, if the flags request it, to half precision with fp32 outputs."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
@@ -237,7 +237,7 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """Build the chunks of the model that belong to this process, on the device.
+    """Build on the device the chunks of the model that belong to this process.
 
     Without interleaving, there is one chunk.
     """
@@ -251,7 +251,7 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
 def wrapped(
     args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
 ) -> DistributedDataParallel:
-    """Return a model chunk on the device, in its precision and inside its data-parallel wrapper.
+    """Return a model chunk on the device, in the selected precision and inside a data-parallel wrapper.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -326,7 +326,7 @@ def connect(
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
 ) -> None:
-    """Set how the pipeline schedules scale, reduce and finalize gradients in the model's configuration."""
+    """Set in the model's configuration how the pipeline schedules scale, reduce and finalize gradients."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(method: str) -> Any:
@@ -387,7 +387,9 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return True if this rank is the one that counts an expert's weight, which several ranks may have."""
+    """Return True if this rank is the one that counts an expert's weight, of which several ranks may have
+    a copy.
+    """
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

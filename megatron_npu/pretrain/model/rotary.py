@@ -20,7 +20,7 @@ from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 
 
 def scale(flags: ModelFlags, gpt: Any) -> None:
-    """Replace the default rotary frequencies of a GPTModel with those that the flags select."""
+    """Replace the default rotary frequencies of a GPTModel with the frequencies that the flags select."""
     embedding = getattr(gpt, "rotary_pos_emb", None)
     if embedding is None or flags.multi_latent_attention:
         return
@@ -40,9 +40,7 @@ def scale(flags: ModelFlags, gpt: Any) -> None:
 
 
 def is_of_core(flags: ModelFlags) -> bool:
-    """Return True if ``--use-rope-scaling`` selects the scaling that is built into megatron-core, with
-    any factor.
-    """
+    """Return True if ``--use-rope-scaling`` selects megatron-core's built-in scaling, with any factor."""
     given = {name: getattr(flags, name) for name in rotary_flags.NAMES}
     return given == rotary_flags.OF_CORE
 
@@ -115,8 +113,8 @@ class DynamicRotary(RotaryEmbedding):
         return 1.0 / base ** (torch.arange(0, dim, 2, device=self.plain.device).float() / dim)
 
     def forward(self, max_seq_len: int, *args: Any, **options: Any) -> Tensor:
-        """Return the angles ``[s, 1, 1, hn]`` for a text with the given number of tokens, like
-        ``RotaryEmbedding``.
+        """Return the angles ``[s, 1, 1, hn]`` for a text with the given number of tokens, as
+        ``RotaryEmbedding`` does.
         """
         self.inv_freq = self.frequencies(int(max_seq_len))
         angles: Tensor = super().forward(max_seq_len, *args, **options)

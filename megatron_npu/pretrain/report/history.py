@@ -159,7 +159,7 @@ class Reader:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read new lines, and return True if the file had any.
+        """Read new lines from the file, and return True if there were any.
 
         An incomplete line is left for the next call, and an invalid line is skipped. A file that has been
         replaced is read again from its beginning.
@@ -198,7 +198,8 @@ def draw(history: History, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """At the end of the ``with`` block, free objects in reference cycles that it created, such as a figure.
+    """Free objects in reference cycles that the ``with`` block created, such as a figure, at the end of the
+    block.
 
     Otherwise, Python's collector would find them only among the old objects, dozens of plots and some hundred
     megabytes later. The collector is disabled in the block, so the objects stay in the young generation,

@@ -46,7 +46,7 @@ def _end_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinite numbers and NaN in a value by None.
+    """Replace infinite numbers and NaN in a value with None.
 
     JSON cannot represent them.
     """

@@ -186,7 +186,7 @@ class Log(Sinks):
             self._board.add_text(f"sample: {text.prompt}", quoted, iteration)  # Markdown: as it is
 
     def test(self, iteration: int, loss: float) -> None:
-        """Report the final evaluation on the test data, like ``validation``."""
+        """Report the final evaluation on the test data, as ``validation`` does for validation data."""
         perplexity = perplexity_of(loss)
         self.say(
             f" validation loss at iteration {iteration} on test set | lm loss value: {loss:.6E} | "

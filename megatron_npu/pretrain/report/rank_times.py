@@ -91,7 +91,7 @@ class RankTimes:
         return torch.cat(every).tolist()
 
     def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
-        """Return a log line about ranks that have become slow, or None.
+        """Return a log line about ranks that have become slow, or None if there are no such ranks.
 
         Each rank is reported once until it recovers.
 

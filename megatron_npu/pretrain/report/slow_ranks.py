@@ -1,4 +1,4 @@
-"""Find ranks that compute more slowly than other ranks that have the same work."""
+"""Find ranks that compute more slowly than other ranks with the same work."""
 
 from __future__ import annotations
 

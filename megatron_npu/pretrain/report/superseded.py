@@ -1,5 +1,5 @@
-"""Move log entries that a killed run wrote after its last checkpoint to another file, so that no step is
-logged twice.
+"""Move log entries that follow a killed run's last checkpoint to another file, so that no step is logged
+twice.
 
 The lines are moved to ``NAME.superseded.jsonl`` beside the file, so that nothing is lost.
 """

@@ -1,4 +1,4 @@
-"""Log a run to Weights & Biases (``--wandb-project``); the wandb package is imported only if this is
+"""Log a run to Weights & Biases (``--wandb-project``), importing the wandb package only if this is
 requested.
 """
 

@@ -1,4 +1,4 @@
-"""Detect bad iterations before their weight update, and then recompute or skip them or rewind the run.
+"""Detect bad iterations before their weight update, and then recompute them, skip them, or rewind the run.
 
 ``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
 an unexpected result is computed again from the same state, to distinguish a device that computes incorrectly
@@ -43,7 +43,7 @@ class Fault:
 
 
 class Replay(Iterator[Any]):
-    """Iterator that can repeat the items it has returned since the last call of ``begin``.
+    """Iterator that can repeat all items since the last call of ``begin``.
 
     Args:
         source: an iterator over micro batches.
@@ -63,12 +63,12 @@ class Replay(Iterator[Any]):
         self._kept, self._at = [], 0
 
     def again(self) -> None:
-        """Repeat the items returned since the last call of ``begin``."""
+        """Repeat the items since the last call of ``begin``."""
         self._at = 0
 
 
 class Guard:
-    """Checker of each iteration before its weight update.
+    """Checker that examines each iteration before its weight update.
 
     Without the two flags, this has no effect and no cost.
 
@@ -227,7 +227,7 @@ class Guard:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the part of a gradient that is on this rank.
+    """Return this rank's part of a gradient.
 
     torch's FSDP may have sharded it.
     """

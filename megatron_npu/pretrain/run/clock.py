@@ -54,7 +54,7 @@ class Clock:
                 self.start()
 
     def lap(self) -> float:
-        """Return the seconds since the previous call, without stopping the clock."""
+        """Return the time in seconds since the previous call, without stopping the clock."""
         with self.paused():
             elapsed, self._lap = self._lap, 0.0
         return elapsed

@@ -1,4 +1,4 @@
-"""Detect NaN values and loss spikes, and write the messages about them."""
+"""Detect NaN values and loss spikes, and format the messages about them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Spikes:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, last: int, losses: Sequence[float]) -> str | None:
-        """Add the losses of all iterations up to the given one, and return a log line if one of them spikes.
+        """Add the losses of all iterations up to the given one, and return a log line if one of them is a
+        spike.
 
         Args:
             last: number of the last of these iterations.

@@ -22,7 +22,7 @@ from megatron_npu.pretrain.run import step_graph
 
 
 def silence_known_warnings() -> None:
-    """Silence warnings of megatron-core that are known and that users cannot act on."""
+    """Silence known warnings of megatron-core that users cannot act on."""
     # each module says what it falls back from (the plug-in brings it), and one warns of its own default
     known = ".*(Transformer Engine|Apex).* not installed|full scope is deprecated"
     warnings.filterwarnings("ignore", message=known, module=r"megatron\.core")
@@ -122,7 +122,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_numbers_of_device(flags: Flags) -> str:
-    """Return a log line if CPU runs use random numbers that other devices cannot reproduce, or an empty
+    """Return a log line if the run uses random numbers that a CPU run would not reproduce, or an empty
     string.
 
     A device's generator gives other numbers than a CPU's for the same seed, so that two runs that differ in

@@ -42,7 +42,7 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return the end of a sentence, which says from where an interrupted run can be resumed.
+    """Return the end of a sentence about where an interrupted run can be resumed.
 
     Args:
         save: the folder of its checkpoints. If None, there is no folder, or it is not known yet.
@@ -56,7 +56,7 @@ def what_is_saved(save: str | None) -> str:
 
 
 def wait_for_rank_0_to_report() -> None:
-    """Wait for rank 0 to fail and report the error.
+    """Wait until rank 0 has failed and reported the error.
 
     A launcher stops all ranks as soon as the first one fails.
 

@@ -87,7 +87,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train until the last iteration, a flag or a signal ends the run; then evaluate and save."""
+        """Train until the last iteration or until a flag or a signal ends the run; then evaluate and save."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -195,7 +195,7 @@ class Trainer:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
-        """Return True if the weights are updated in spite of a fault, which is logged.
+        """Return True if the weights should be updated in spite of a fault, which is logged.
 
         Raises:
             DivergedError: the loss or gradient is NaN or infinite, and the flags do not allow it.
@@ -365,7 +365,7 @@ class Trainer:
         return True
 
     def _finish(self) -> None:
-        """Log the remaining iterations, evaluate after complete training, and save unless already saved."""
+        """Log the remaining iterations, evaluate if training is complete, and save unless already saved."""
         plan, saves = self.plan, bool(self.plan.saves.save)
         self._report()
         self.saving.wait()
@@ -386,7 +386,9 @@ class Trainer:
 def _forward_step(
     batches: Iterator[data.Batch] | None, model: torch.nn.Module, of_all_parts: bool
 ) -> tuple[Any, Any]:
-    """Run one micro-batch through one model chunk; ``loss.masked_sum`` explains ``of_all_parts``."""
+    """Run one micro-batch through one model chunk; see ``loss.masked_sum`` for the argument
+    ``of_all_parts``.
+    """
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),

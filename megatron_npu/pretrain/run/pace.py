@@ -106,5 +106,5 @@ def _steps(stretches: Collection[_Stretch]) -> int:
 
 
 def _middle(stretches: Collection[_Stretch]) -> _Stretch:
-    """Return the entry with the median time, or the upper one if there are two middle entries."""
+    """Return the entry with the median time; if there are two middle entries, return the upper one."""
     return sorted(stretches, key=lambda stretch: stretch.seconds)[len(stretches) // 2]

@@ -1,4 +1,4 @@
-"""Describe how a run differs from the checkpoint from which it resumes, and what effects this has.
+"""Describe how a run differs from the checkpoint from which it resumes, and the effects of the differences.
 
 All of them are listed in a single table, which is used by the log, docs/reference/resume.md and the tests.
 Changes that are rejected are reported by the checks (``checkpoint_compatibility``) and listed only on the

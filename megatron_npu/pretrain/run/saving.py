@@ -54,7 +54,7 @@ class Saving:
         return self._saved(path, position.iteration)
 
     def save_last(self, position: Position) -> None:
-        """Write the last checkpoint, if it has not been written yet, and wait for it.
+        """Write the final checkpoint, if it has not been written yet, and wait until it is written.
 
         All ranks must call this.
 

@@ -81,7 +81,7 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Discard the graph to free its device memory; the warm-up steps are then repeated."""
+        """Discard the graph to free its device memory, so that the warm-up steps are repeated."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()

@@ -1,6 +1,4 @@
-"""Patch ``ParallelAttention`` of ``megatron.model.transformer`` to use fused attention, and the softmax
-for alibi.
-"""
+"""Patch ``ParallelAttention`` of ``megatron.model.transformer``, and the softmax that it uses with ALiBi."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """Compute self- or cross-attention: map ``[sq, b, h]`` to ``[sq, b, h]`` and a bias ``[h]``.
+    """Compute the attention layer: map ``[sq, b, h]`` to ``[sq, b, h]`` and return it with a bias ``[h]``.
 
     With ``get_key_value``, the key-value cache is returned too.
 
@@ -102,7 +100,7 @@ def _refuse_window(flags: AttentionFlags) -> None:
 
 
 def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values after the keys and values from the cache."""
+    """Prepend the cached keys and values to the new keys and values, and return both."""
     if past is None:
         return key, value
     return cat([past[0].type_as(key), key]), cat([past[1].type_as(value), value])

@@ -21,9 +21,7 @@ fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
-    """Return ``a * b`` for ``input = [a, b]``, of shape ``[..., h]`` for an input ``[..., 2h]`` (Shazeer
-    2020).
-    """
+    """Return ``a * b``, ``[..., h]``, for an input ``[a, b]``, ``[..., 2h]`` (Shazeer 2020)."""
     value, gate = input.chunk(2, -1)
     return value * gate
 

@@ -19,7 +19,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import U
     until=UNTIL,
 )
 def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Set the argument ``deepspeed_config_dict`` to None, its value without ``--deepspeed``."""
+    """Set the argument ``deepspeed_config_dict`` to None, which is its value without ``--deepspeed``."""
     parsed: argparse.Namespace = original(*args, **kwargs)
     parsed.deepspeed_config_dict = None
     return parsed

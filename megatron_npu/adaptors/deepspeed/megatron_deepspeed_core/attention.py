@@ -33,8 +33,8 @@ def recompute(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Recompute attention with ``core_attention.recomputed``, which is called here with this upstream's
-    parameter names.
+    """Recompute attention with ``core_attention.recomputed``, passing arguments under this upstream's
+    names.
     """
     return core_attention.recomputed(original, self, query_layer, key_layer, value_layer, *args, **kwargs)
 
@@ -71,8 +71,8 @@ def forward(
     inference_params: Any = None,
     rotary_pos_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention: map ``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``, using the correct
-    rotary tables.
+    """Compute the attention layer with the correct rotary tables: map ``[sq, b, h]`` to ``[sq, b, h]``
+    and the bias ``[h]``.
     """
     tables = side_by_side(rotary_pos_emb)
     if self.enable_ds_sequence_parallel:

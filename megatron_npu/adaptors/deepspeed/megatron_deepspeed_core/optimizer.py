@@ -71,9 +71,7 @@ def group_by_whole_shapes(
     *args: Any,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """Exempt biases and parameters with one-dimensional full shapes from weight decay, unless the caller
-    decides otherwise.
-    """
+    """Exempt biases and parameters that are one-dimensional when unsharded from weight decay by default."""
     return original(modules, no_weight_decay_cond or does_without_decay, *args, **kwargs)
 
 

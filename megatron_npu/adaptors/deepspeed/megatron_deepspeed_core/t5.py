@@ -40,7 +40,7 @@ def with_mask_of_cross_attention(
     until=UNTIL,
 )
 def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return only the losses ``[b, s]``, without the expert losses unless the caller requests them."""
+    """Return the losses ``[b, s]``, and the expert losses only if the caller requests them."""
     output = original(self, *args, **kwargs)
     losses = isinstance(output, tuple) and self.post_process and self.add_decoder
     if losses and not self.return_moe_loss:

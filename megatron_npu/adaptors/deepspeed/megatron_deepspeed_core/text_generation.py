@@ -119,7 +119,7 @@ def _memory(batch: int, length: int) -> Any:
 
 
 def _forbid_padding(output: Tensor) -> None:
-    """Set the logits ``[b, s, v]`` of tokens that only pad the vocabulary to -inf in the last stage."""
+    """Set the last stage's logits ``[b, s, v]`` of padding entries of the vocabulary to -inf."""
     from megatron import get_tokenizer
     from megatron.core import mpu
 

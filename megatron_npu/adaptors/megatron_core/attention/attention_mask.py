@@ -35,7 +35,7 @@ def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[st
 
 
 def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
-    """Return True if a mask ``[b, 1, q, s]`` hides all future keys and no others.
+    """Return True if a mask ``[b, 1, q, s]`` hides exactly the future keys.
 
     Args:
         mask: a boolean mask, True where masked; its values are read once, and the result is cached on the
@@ -53,7 +53,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
-    """Return the lengths of packed sequences as values in host memory.
+    """Return the lengths of packed sequences in host memory.
 
     The lengths are read once per batch, and all layers share them.
 
@@ -77,7 +77,7 @@ def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedS
 
 
 def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors of sequence boundaries, which cached values are derived from."""
+    """Return the tensors with the sequence boundaries, from which cached values are computed."""
     return (
         packed_seq_params.cu_seqlens_q,
         packed_seq_params.cu_seqlens_kv,

@@ -60,7 +60,7 @@ def _say(given: str) -> None:
     why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an error that names the requirements that the dynamic engine lacks here, and the alternatives.
+    """Raise an error that lists the unmet requirements of the dynamic engine, and the alternatives to it.
 
     In 0.16, the static engine tries the dynamic engine first and falls back to its own code if that fails.
 

@@ -51,7 +51,7 @@ from megatron_npu.ops.dispatch import report_fallback
 
 
 def group_of(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
-    """Return the group whose ranks share the sequences of a batch.
+    """Return the context-parallel group, whose ranks share the sequences of a batch.
 
     Return None if this rank has whole sequences.
 
@@ -127,7 +127,7 @@ def attend(
 def _causal_or_masked(
     call: CoreAttentionCall, group: dist.ProcessGroup, mask: Tensor | None, tokens: int
 ) -> tuple[bool, Tensor | None]:
-    """Return whether the call is causal, and the mask if it hides other keys than future ones."""
+    """Return whether the attention is causal, and the mask if it does more than hide future keys."""
     if call.options.window_alone:
         return False, None
     if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
@@ -160,7 +160,7 @@ def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
 def _ring(
     call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Compute ring attention over the keys of the other ranks; with ``a2a+p2p``, only of the far ranks.
+    """Compute ring attention over the keys of all other ranks or, with ``a2a+p2p``, of the outer group.
 
     Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each of them has two
     larger chunks, one after the other, as if these ranks were a single rank.
@@ -333,7 +333,7 @@ def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple
 def _orders_of_near(
     documents: tuple[Document, ...], near: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort the tokens of the near ranks by position, and the inverse of this order.
+    """Return the indices that sort the tokens of the inner group by position, and the inverse order.
 
     Args:
         documents: the packed sequences that the near ranks hold together.

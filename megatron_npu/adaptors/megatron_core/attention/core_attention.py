@@ -74,9 +74,7 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _window_is_ours(config: Any) -> bool:
-    """Return True if only our attention can apply the window, because upstream supports windows only
-    since 0.15.
-    """
+    """Return True if upstream, which supports windows only since 0.15, is unable to apply the window."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 

@@ -18,7 +18,7 @@ from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 
 
 class _SharedByAllHeads(torch.autograd.Function):
-    """The keys of a rank's heads, whose last columns are equal in all heads and on all ranks.
+    """The keys of a rank's attention heads, whose last columns are the same for all heads on all ranks.
 
     The backward pass returns gradients of these columns whose sum over the rank's heads is that of all ranks.
     """
@@ -85,7 +85,9 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide ``qk_layernorm`` from upstream, which would otherwise expect norms of single heads."""
+    """Hide ``qk_layernorm`` from upstream, which would otherwise assume that these norms process single
+    heads.
+    """
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)
         config.qk_layernorm = False

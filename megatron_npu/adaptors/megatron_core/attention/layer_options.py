@@ -33,8 +33,7 @@ class LayerOptions:
 
     @property
     def window(self) -> Window:
-        """The attention window: the numbers of keys before and after a query's position that the query
-        attends to.
+        """The attention window: how many keys before and after its own position a query attends to.
 
         None means no limit.
         """

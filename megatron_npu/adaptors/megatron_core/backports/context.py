@@ -1,5 +1,5 @@
-"""Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all sequence
-parts.
+"""Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all parts of a
+sequence.
 
 The parts are the tokens of all context-parallel ranks.
 """

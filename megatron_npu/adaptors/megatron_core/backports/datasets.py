@@ -1,4 +1,6 @@
-"""Patch ``megatron.core.datasets``, where samples share a loss mask and ``--split`` is misread."""
+"""Patch ``megatron.core.datasets``, in which samples share a loss mask and ``--split`` is parsed
+incorrectly.
+"""
 
 from __future__ import annotations
 

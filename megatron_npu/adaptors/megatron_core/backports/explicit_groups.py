@@ -39,8 +39,8 @@ class _Instead:
 
 @contextlib.contextmanager
 def _with(module: str, name: str, **others: Any) -> Iterator[None]:
-    """Override the names in ``others`` in the object that ``name`` refers to in ``module``, inside the
-    ``with`` block.
+    """Override the names in ``others``, inside the ``with`` block, in the object to which ``name`` refers
+    in ``module``.
     """
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
@@ -136,7 +136,7 @@ def project_in_own_group(
 def specify_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the process group to both projections, which are specs or classes up to 0.15."""
+    """Pass the process group to both projections, which versions up to 0.15 define as specs or classes."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     def specified(layer: Any, **more: Any) -> Any:

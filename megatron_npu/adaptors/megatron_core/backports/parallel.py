@@ -1,5 +1,5 @@
-"""Fix reductions that upstream omits, repeats or starts too early, and a whole row that is used as one rank's
-part.
+"""Fix reductions that upstream omits, repeats or starts too early, and a rank that uses a whole row instead
+of its part.
 
 Patches ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
@@ -167,7 +167,7 @@ _streams = partial(
 
 @_streams(f"{_GROUP}.start_grad_sync")
 def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the communication stream wait for the work on the current stream, too."""
+    """Make the communication stream also wait for the work on the current stream."""
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
         self.communication_stream.wait_stream(torch.cuda.current_stream())
@@ -176,7 +176,7 @@ def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **k
 
 @_streams(f"{_GROUP}.finish_grad_sync")
 def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the current stream wait for the work on the communication stream, too."""
+    """Make the current stream also wait for the work on the communication stream."""
     original(self, *args, **kwargs)
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:

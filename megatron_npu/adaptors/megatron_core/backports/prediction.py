@@ -1,5 +1,5 @@
-"""Patch ``megatron.core.transformer.multi_token_prediction`` to average its losses over the tokens of a
-global batch.
+"""Patch ``megatron.core.transformer.multi_token_prediction`` to average losses over the tokens of a global
+batch.
 
 The loss of an additional token covers fewer tokens than the main loss: the last tokens of each sequence have
 no such successor, and the mask is shifted accordingly. A loss divided by the tokens of one micro-batch on one
@@ -33,7 +33,7 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """The number of tokens in a global batch that count for the main loss, and for the loss of each
+    """The numbers of tokens in a global batch that count for the main loss and for the loss of each
     additional token.
     """
 
@@ -66,8 +66,8 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by the number of its tokens in the global batch, and multiply it by that of the main
-    loss.
+    """Divide each loss by its number of tokens in the global batch, and multiply it by the main loss's number
+    of tokens.
 
     In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main
@@ -116,7 +116,7 @@ def _look_ahead(
     forward_only: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Count the tokens of all micro-batches before running the micro-batches."""
+    """Count the tokens of all micro-batches, and then run the micro-batches."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
@@ -226,7 +226,7 @@ def note_tokens(
 @_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
 @_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
 def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Save the sum of the losses, and the number of tokens in the sum."""
+    """Save the sum of the losses, and the number of tokens that contribute to it."""
     layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
     last = _last.get()
     if layer is None or last is None:

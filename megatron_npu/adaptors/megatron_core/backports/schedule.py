@@ -1,5 +1,5 @@
-"""Patch ``megatron.core.optimizer_param_scheduler`` so that loading the optimizer keeps an override by the
-user.
+"""Patch ``megatron.core.optimizer_param_scheduler`` so that loading the optimizer does not undo the user's
+overrides.
 
 Parameter groups contain their maximum and minimum learning rates, and a checkpoint restores these. The
 schedule reads them first and uses its own values only for groups that have none.

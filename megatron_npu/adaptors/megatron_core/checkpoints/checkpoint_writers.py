@@ -1,4 +1,5 @@
-"""End checkpoint writer processes when the training ends, and prevent the training from hanging if they fail.
+"""End checkpoint writer processes together with the training, and prevent a hang of the training if they
+fail.
 
 Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -100,13 +101,13 @@ _queue = functools.partial(
 
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
-    """Return this process's results queue, which needs no manager process."""
+    """Return the results queue of this process, which works without a manager process."""
     return _of_this_process()
 
 
 @_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
 def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
-    """Return ``results_queue()``, whatever arguments upstream passes.
+    """Return the result of ``results_queue()``, ignoring all arguments.
 
     ``mp_mode`` is ignored, because no manager process is started.
     """
@@ -239,8 +240,8 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
 
 
 def _end_all(writers: list[tuple[Any, Connection]]) -> None:
-    """Kill the processes that are still writing after Ctrl-C or an error, because their files are not
-    usable.
+    """Kill the processes that are still writing after Ctrl-C or an error, because their files would be
+    useless.
     """
     for process, receiver in writers:
         if process.is_alive():

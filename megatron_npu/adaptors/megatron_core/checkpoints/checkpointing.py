@@ -1,4 +1,5 @@
-"""Fix checkpoints of old versions with newer torch, the persistent worker, and changes of expert parallelism.
+"""Fix the checkpoints of old versions with newer torch, the persistent worker, and changes of expert
+parallelism.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
@@ -99,7 +100,7 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor in its own memory.
+    """Return a copy of the tensor that has its own memory.
 
     ``.cpu()`` returns a CPU tensor itself rather than a copy.
     """
@@ -141,7 +142,8 @@ def with_other_experts(
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Check that the checkpoint has a separate optimizer for experts exactly if this run has one.
+    """Check that either both the checkpoint and this run have a separate optimizer for experts, or neither
+    has one.
 
     Raises:
         UsageError: only one of them has such an optimizer.

@@ -1,4 +1,4 @@
-"""Write checksums when stock scripts save checkpoints, and verify them when the scripts load.
+"""Write checksums when stock scripts save checkpoints, and verify them when stock scripts load checkpoints.
 
 Patches ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the format
 ``torch_dist`` are written together with upstream's metadata, which declares the files complete, and before
@@ -66,7 +66,7 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
 
 @contextlib.contextmanager
 def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
-    """Prepare the steps that finish an asynchronous save that is started inside the ``with`` block.
+    """Prepare the steps that complete an asynchronous save started inside the ``with`` block.
 
     Args:
         verifies: whether to write the checksums here, because ``write_checksums`` does not write them.
@@ -117,7 +117,7 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _retire(former: Path | None, place: Path, interval: int | None) -> None:
-    """Remove the previous checkpoint, as upstream's flag does when it finds the tracker file under its
+    """Remove the previous checkpoint, as upstream does with its own flag once the tracker file has its
     final name.
     """
     if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):

@@ -32,8 +32,8 @@ def accept_a_hybrid(
     ckpt_args: argparse.Namespace,
     model: Sequence[Any],
 ) -> tuple[Any, bool]:
-    """Return ``IntoGPT`` in cases in which upstream would raise an error, and whether the optimizer state
-    is loaded.
+    """Return ``IntoGPT`` instead of raising upstream's error, and return whether the optimizer state is
+    loaded.
     """
     pattern = _pattern(ckpt_args)
     if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
@@ -56,8 +56,8 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Check that the optimizer state is not stored in buckets, which would follow the hybrid model's
-    parameter order.
+    """Check that the optimizer state is not stored in buckets, because these have the parameter order of the
+    hybrid model.
 
     Raises:
         UsageError: it is stored in buckets.

@@ -1,5 +1,5 @@
-"""Detect that the persistent worker for asynchronous checkpoints has died, and end the worker with the
-training.
+"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker together with
+the training.
 
 Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -170,7 +170,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """Make ``join`` on the worker's queues return inside the ``with`` block even if the worker is dead."""
+    """Make ``join`` on the queues of a dead worker return inside the ``with`` block."""
     over = threading.Event()
 
     def release() -> None:

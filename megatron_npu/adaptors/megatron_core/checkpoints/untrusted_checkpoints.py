@@ -59,7 +59,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Report a truncated or damaged file, read inside the ``with`` block, without a traceback."""
+    """Report truncated or damaged files that the ``with`` block reads without a traceback."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -85,7 +85,7 @@ def _torn(error: BaseException) -> str:
 
 
 def _failures(error: BaseException) -> list[Any]:
-    """Return the errors of all ranks that a torch error contains, or the error itself."""
+    """Return the errors of all ranks that a torch error contains, or a list with the error itself."""
     return list(getattr(error, "failures", {}).values()) or [error]
 
 

@@ -1,4 +1,5 @@
-"""Handle dataset splits without documents: skip those that are not used, and raise an error for the others.
+"""Skip dataset splits that have no documents and are not used, and raise an error for other splits without
+documents.
 
 Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -50,7 +51,7 @@ def without_empty_parts(
     synchronize_ranks: bool,
     *args: Any,
 ) -> Any:
-    """Build no dataset for a split that is empty and is not read.
+    """Skip the construction of a dataset for a split that is empty and not used.
 
     All ranks still reach upstream's barriers.
     """

@@ -115,8 +115,7 @@ def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def _sound(build: Callable[[], Any], check: Callable[[Any], None], *, rebuilds: bool = True) -> Any:
-    """Return the indices that upstream builds or reads, after deleting and rebuilding a damaged cache if
-    possible.
+    """Return the indices that upstream builds or reads, deleting and rebuilding a damaged cache if possible.
 
     On a machine that does not see the files of rank 0, one of its ranks builds them again. Only the first
     rank checks the indices, because upstream waits for it before the other ranks read them.

@@ -57,9 +57,7 @@ def cut_packed_batch(
     until=NOT_FIXED,
 )
 def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
-    """Reshape each sequence ``[s]`` to a batch ``[1, s]``, and set boundaries that declare it a single
-    sequence.
-    """
+    """Reshape each sequence ``[s]`` to a batch ``[1, s]`` with boundaries that describe a single sequence."""
     samples, groups = original(self)
     for sample in (samples or {}).values():
         for name, values in sample.items():
@@ -80,7 +78,7 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
-    """Mark a sequence that one rank has completely as ``sbhd``, as 0.16 and 0.17 do.
+    """Mark a sequence that is stored completely on one rank as ``sbhd``, as 0.16 and 0.17 do.
 
     Other sequences stay packed.
     """

@@ -66,7 +66,7 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
 ) -> list[int]:
-    """Return the positions of tokens, computed from the text if the library's tokenizer has no method for
+    """Return the positions of tokens, which are computed from the text if the tokenizer has no method for
     this.
     """
     if hasattr(self._tokenizer, "offsets"):

@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.transformer.moe``: the grouped matmuls of experts, and the router.
+"""Patch ``megatron.core.transformer.moe``, which contains the experts' grouped matmuls and the router.
 
 Patches ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
 the sequential experts of ``moe.experts``.
@@ -29,8 +29,8 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """Compute the grouped matmul of ``[t, k]`` and ``[e, k, n]``, or of ``[t, k]`` and ``[e, n, k]`` with
-    ``trans_b``.
+    """Compute the grouped matmul of ``[t, k]`` and ``[e, k, n]``, or with ``trans_b`` of ``[t, k]`` and ``[e,
+    n, k]``.
 
     ``batch_sizes`` is ``[e]``.
 

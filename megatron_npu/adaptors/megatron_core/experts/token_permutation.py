@@ -33,7 +33,7 @@ _fused = partial(
 
 @_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
 def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
-    """Record that fused permutation is requested, and make upstream follow its unfused code.
+    """Record that fused permutation is requested, and make upstream run its unfused code.
 
     Raises:
         FallbackForbiddenError: the fusion is not possible here, and strict mode is enabled.

@@ -65,7 +65,7 @@ def stay_on_all_cores() -> None:
     ),
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Treat tensors on an NPU, except parameters, as upstream treats tensors on a GPU."""
+    """Treat tensors on an NPU, except parameters, in the same way as upstream treats tensors on a GPU."""
     if tensor.device.type == "npu":
         return not isinstance(tensor, torch.nn.Parameter)
     return original(tensor)
@@ -112,7 +112,7 @@ def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Ten
 
 
 def refuse_on_the_host(args: Namespace) -> None:
-    """Reject activation offloading on the cpu device, whose memory is already that of the host.
+    """Reject activation offloading on the cpu device, because its memory already is host memory.
 
     Raises:
         UsageError: the device is a cpu, whose activations are already in host memory.
@@ -142,7 +142,7 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
 
 
 def options_of(config: Any) -> tuple[tuple[str, ...], int]:
-    """Return the modules to offload and the minimum tensor size, for versions before 0.16.
+    """Return which modules to offload and the minimum tensor size, for versions before 0.16.
 
     Without the flag, there are no modules.
 

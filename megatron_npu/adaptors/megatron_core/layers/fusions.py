@@ -94,7 +94,7 @@ _bias_dropout_add = partial(
 def bias_dropout_add(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """Return the residual ``[s, b, h]`` plus the dropout of ``[s, b, h]`` and the bias ``[h]``."""
+    """Return ``residual + dropout(x + bias)`` for ``[s, b, h]`` tensors and a bias ``[h]``."""
     x, bias = x_with_bias
     return dropout.bias_dropout_add(x, bias, residual, prob, training)
 

@@ -132,7 +132,7 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
-    """Reject a configuration in which no layer is able to overlap its communication."""
+    """Reject a configuration in which no layer is able to overlap its communication with computation."""
     refuse_no_overlap(self)
     original(self)
 

@@ -41,7 +41,7 @@ def of_a_block(original: Callable[[Any], None], self: Any) -> None:
 
 @_in_layers("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers")
 def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Fuse biases and residual additions in the layers that predict additional tokens."""
+    """Fuse biases and residual additions in the layers for multi-token prediction."""
     original(self, *args, **kwargs)
     for each in self.layers:
         inner = getattr(each, "mtp_model_layer", None) or each.transformer_layer
@@ -51,7 +51,7 @@ def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwarg
 @_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
 @_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
 def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Fuse biases and residual additions in hybrid layers, which contain only attention, an MLP or a
+    """Fuse biases and residual additions in layers of hybrid models, which contain attention, an MLP or a
     state-space model.
     """
     original(self, *args, **kwargs)
@@ -77,8 +77,8 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Register the norm that reads the output of each part of a layer, if the part is able to compute
-    this norm too.
+    """Register the norm that reads the output of each part of a layer, if that part can also compute the
+    norm.
     """
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
@@ -132,12 +132,12 @@ def _moves_inputs_of_norms(config: Any) -> bool:
 
 
 def _passes_on(layer: Any, part: str) -> bool:
-    """Return True if ``part`` of a layer is merely an identity."""
+    """Return True if the submodule ``part`` of a layer is merely an identity."""
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
 def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
-    """Return the norm that is called ``part`` in a layer.
+    """Return the norm with the attribute name ``part`` in a layer.
 
     With TransformerEngine's names, the layer ``linear`` includes the norm.
 
@@ -151,7 +151,7 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Make linear layers under TransformerEngine's names add their own biases, except in experts.
+    """Make linear layers under TransformerEngine's names, except those of experts, add their own biases.
 
     Callers of experts first scale the second layer's bias by the router's probability.
     """
@@ -163,7 +163,7 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Make the residual addition ``where`` of a layer also compute ``norm``.
+    """Make the residual addition called ``where`` in a layer also compute ``norm``.
 
     The addition must be upstream's function, and the norm ours.
 

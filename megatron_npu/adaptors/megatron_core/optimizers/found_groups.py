@@ -92,7 +92,7 @@ def by_places(
 
 
 def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return True if each of the run's groups matches a saved group in these keys."""
+    """Return True if each of the run's groups has the same values of the given keys as a saved group."""
     return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 
@@ -117,7 +117,7 @@ def forget_places(groups: list[dict[str, Any]]) -> None:
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the values of ``keys`` in each group, in the form in which upstream compares them.
+    """Return the values of ``keys`` in each group, in the form that upstream uses for comparisons.
 
     NeMo adds prefixes to the names.
     """

@@ -115,7 +115,7 @@ constant(
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
 ) -> None:
-    """Accept the argument ``force_all_reduce`` and ignore it, because this method reduces no gradients."""
+    """Accept the argument ``force_all_reduce`` but ignore it, because this method reduces no gradients."""
     original(self)
 
 
@@ -158,5 +158,5 @@ class _Parameters:
 def know_shards_again(
     original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
 ) -> dict[int, int]:
-    """Pass the shards to upstream's function, as is done for the weights."""
+    """Pass the shards to upstream's function, which already receives the shards of the weights."""
     return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

@@ -75,8 +75,8 @@ def keep_the_state(
 def restore_the_step_count(
     original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Restore the step count of each parameter group from the checkpoint if upstream does not call
-    load_state_dict.
+    """Restore the step count of each parameter group from the checkpoint if upstream skips
+    ``load_state_dict``.
     """
     given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
     load = _Load()

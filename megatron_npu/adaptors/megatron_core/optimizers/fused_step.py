@@ -48,7 +48,7 @@ def clip_in_the_step(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Defer gradient clipping to the next step, if an optimizer has exactly these parameters.
+    """Defer gradient clipping to the optimizer's next step, if an optimizer has exactly the given parameters.
 
     The gradients are not changed; they are zeroed before they are read again.
     """
@@ -64,7 +64,7 @@ def clip_in_the_step(
 
 
 def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
-    """Return the optimizer that has exactly these parameters with a gradient, or None."""
+    """Return the optimizer whose parameters with a gradient are exactly the given ones, or None."""
     given = {parameter for parameter in parameters if parameter.grad is not None}
     found = {getattr(parameter, _IS_OF, None) for parameter in given}
     reference = found.pop() if len(found) == 1 else None

@@ -25,7 +25,7 @@ _RENAMED = (
 
 
 def names_fit() -> str | None:
-    """Return the reason why no argument of a class needs a new name, or None if one does.
+    """Return the reason why a class has no argument that needs a new name, or None if it has one.
 
     The reason is that the package is not installed, or is as old as megatron-core 0.16.
     """

@@ -64,7 +64,7 @@ _without_apex(
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Run upstream's method under ``torch.no_grad``, and only for arguments that are tensors."""
+    """Run upstream's method without gradients, and only on tensors."""
     with torch.no_grad():
         original(self, model_param, {name: t for name, t in tensors.items() if torch.is_tensor(t)})
 

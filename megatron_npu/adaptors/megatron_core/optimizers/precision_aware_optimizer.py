@@ -22,7 +22,7 @@ _NAME = "transformer_engine.pytorch.optimizers"
 
 
 class _OursToKeep(int):
-    """An integer that is false for upstream, but makes our Adam store the remainders of parameters.
+    """An integer that upstream treats as false but that makes our Adam store the remainders of parameters.
 
     Upstream disables the option. As a field of the configuration, the value is part of every copy
     (``dataclasses.replace``).
@@ -55,7 +55,8 @@ def _importable_from_transformer_engine() -> Iterator[None]:
     "ours, which takes its place where TransformerEngine is absent, keeps the tensors",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
-    """Make upstream inspect our Adam, and preserve a request for remainders that upstream would disable.
+    """Make upstream inspect our Adam, and preserve the user's request for remainders, which upstream would
+    disable.
 
     Raises:
         UsageError: a state has a dtype that our Adam does not support.

@@ -45,7 +45,7 @@ _NEVER = 2**31 - 1  # iterations between two evaluations: more than any run has
 
 
 class Check(NamedTuple):
-    """A check or a change of the arguments that runs before upstream validates them.
+    """A function that checks or changes the arguments before upstream validates them.
 
     Attributes:
         run: changes the arguments, or raises a UsageError.
@@ -121,7 +121,9 @@ def name_the_length_for_servers(args: argparse.Namespace) -> None:
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Reject reruns of iterations whose batches are distributed over the ranks in advance."""
+    """Reject reruns of iterations with hybrid context parallelism, whose batches are distributed over the
+    ranks in advance.
+    """
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             "--hybrid-context-parallel requires --rerun-mode disabled, because Megatron cannot repeat a "

@@ -56,7 +56,7 @@ def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParse
     why="--cross-entropy-fusion-impl linear, which no release has",
 )
 def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add ``linear`` to the values that upstream's loss-fusion flag accepts."""
+    """Add the value ``linear`` to those that upstream's loss-fusion flag accepts."""
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl":

@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
-    """Reject the offloading of an optimizer for fp32 parameters before the run starts.
+    """Reject optimizer offloading for fp32 parameters before the run starts.
 
     Upstream can only offload fp32 copies.
     """

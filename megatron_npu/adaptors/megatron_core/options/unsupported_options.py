@@ -170,7 +170,7 @@ def do_without_cuda_graphs(options: Any) -> None:
 
 
 def take_local_implementation(args: argparse.Namespace) -> None:
-    """Select the local layers, which use our operations.
+    """Select the local layers, which use this project's operations.
 
     Options that they do not support are rejected or disabled.
 
@@ -226,7 +226,7 @@ def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) ->
 
 
 def _mamba_present() -> str | None:
-    """Return the reason why Mamba layers are supported, or None.
+    """Return the reason why the check for Mamba layers is not needed, or None if it is needed.
 
     Either mamba_ssm is installed, or our scan replaces it.
     """
@@ -280,8 +280,8 @@ def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any,
 
 
 def _query_projection(submodules: Any) -> Any:
-    """Return the class that projects queries in a hybrid's attention layers, or None if the spec does not
-    name one.
+    """Return the class of the query projection in a hybrid model's attention layers, or None if the spec
+    does not name one.
     """
     for name in ("attention_layer", "self_attention"):
         submodules = getattr(getattr(submodules, name, None), "submodules", None)

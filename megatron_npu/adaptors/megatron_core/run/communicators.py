@@ -55,7 +55,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 
 
 def refuse_an_unreadable_file(args: Any) -> None:
-    """Reject a configuration file that cannot be read or contains no groups.
+    """Reject a configuration file that is unreadable or contains no groups.
 
     Raises:
         UsageError: the file does not exist, is not YAML, or contains something other than group options.

@@ -25,7 +25,7 @@ from megatron_npu.base.errors import LoaderWorkerError, UnsavedStateError
     "host tensor",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Configure the straggler detector as on CUDA, with the events and clocks of this device."""
+    """Configure the straggler detector as on CUDA, but with the events and clocks of this device."""
     with _claiming_cuda():
         original(self, *args, **kwargs)
     self.dev = devices.current().torch_device()

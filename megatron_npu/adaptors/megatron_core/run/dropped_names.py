@@ -59,11 +59,13 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
     ),
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
-    """Return a type that creates the same object as the function, and that both classes are instances of."""
+    """Return a type that creates objects by calling the function, and that accepts instances of both
+    classes.
+    """
     module = sys.modules[original.__module__]
 
     class Either(type):
-        """Metaclass that makes ``FullyShardedDataParallel`` stand for either of two classes."""
+        """Metaclass that makes ``FullyShardedDataParallel`` represent either of two classes."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)

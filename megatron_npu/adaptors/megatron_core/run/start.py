@@ -75,7 +75,7 @@ replace(
     ),
 )
 def get_device(local_rank: int | None = None) -> torch.device:
-    """Return this process's device, with which its backend gathers tensors."""
+    """Return the device of this process, on which its backend gathers tensors."""
     return devices.current().torch_device()
 
 

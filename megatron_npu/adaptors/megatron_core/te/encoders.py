@@ -49,7 +49,8 @@ def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
 
 
 def _block_with_local_norm(layer: str) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that builds a block whose final norm is a local norm.
+    """Return a function, to be recorded with ``around``, that builds a block whose final norm is a local
+    norm.
 
     Args:
         layer: the name of the function that builds the block's layers.

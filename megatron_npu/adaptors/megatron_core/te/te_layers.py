@@ -70,7 +70,7 @@ def attention_of_megatron_core(original: type) -> type:
     ),
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``[s, b, h]`` and the unchanged input, for --fused-residual-rmsnorm."""
+    """Return the norm of ``[s, b, h]``, and also the unchanged input for --fused-residual-rmsnorm."""
     from megatron_npu.standins.transformer_engine.norms import RMSNorm
 
     return RMSNorm.forward(self, hidden_states), hidden_states

@@ -36,7 +36,7 @@ _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sum
 
 
 class _Offer:
-    """The bias of a running layer, offered to the layer's matmul."""
+    """The bias of the layer that is running, which is offered to the layer's matmul."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias: Tensor | None = bias
@@ -89,7 +89,7 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
 
 def let_layers_add(layer: Module) -> None:
-    """Make a transformer layer's parallel linear layers add their biases."""
+    """Make the parallel linear layers in a transformer layer add their own biases."""
     for module in layer.modules():
         if hasattr(module, "skip_bias_add"):
             setattr(module, _IN_BLOCK, True)

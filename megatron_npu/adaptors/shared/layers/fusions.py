@@ -110,7 +110,7 @@ def _bias_dropout_add(
 
 
 def _with_vector(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return ``x``, and the bias as a vector ``[h]`` or None.
+    """Return ``x``, and the bias as a vector ``[h]`` or as None.
 
     Upstream passes a bias expanded to ``[s, b, h]``.
     """

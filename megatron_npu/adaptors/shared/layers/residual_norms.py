@@ -29,8 +29,8 @@ WHY = (
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:
-    """Return the weight and bias of a norm, or of the norm inside a layer that has TransformerEngine's
-    name.
+    """Return the weight and bias of a norm, which may be inside a layer with one of TransformerEngine's
+    names.
     """
     if hasattr(norm, "layer_norm_weight"):
         return norm.layer_norm_weight, norm.layer_norm_bias
@@ -52,7 +52,7 @@ def reads_sums(norm: Any) -> bool:
 
 
 def is_shared_out(norm: Any) -> bool:
-    """Return True if an FSDP (torch's or Megatron's) gathers a norm's weight only while the norm's own layer
+    """Return True if FSDP (torch's or Megatron's) gathers the weight of a norm only while the norm itself
     runs.
 
     The previous layer, which would add for this norm, would then read a shard, or memory to which a

@@ -90,12 +90,14 @@ def backward(
 
 
 def _joined(tensor: Tensor, plan: NpuCall) -> Tensor:
-    """Reshape ``[s, b, n, d]`` to ``[s, b, n * d]``, or a packed batch of one to ``[t, n, d]``."""
+    """Reshape ``[s, b, n, d]`` to ``[s, b, n * d]``, or to ``[t, n, d]`` for packed sequences in a batch
+    of one.
+    """
     return tensor.squeeze(1) if plan.cu_seqlens else tensor.flatten(2)
 
 
 def _options(plan: NpuCall, query: Tensor) -> dict[str, Any]:
-    """Return the kernel arguments that are the same in the forward and backward passes."""
+    """Return the kernel arguments that the forward and backward passes have in common."""
     options: dict[str, Any] = {
         "atten_mask": shared_mask(plan.sparse_mode, query.device),
         "keep_prob": plan.keep_prob,

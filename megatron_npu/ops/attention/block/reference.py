@@ -23,7 +23,7 @@ Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; emp
 
 
 class Residuals(NamedTuple):
-    """The tensors that the backward pass of one block needs from the forward pass.
+    """The tensors that the backward pass of one attention block needs from the forward pass.
 
     Attributes:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
@@ -68,8 +68,8 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return one key block's contribution to the gradient of the queries, and the gradients of its keys and
-    values.
+    """Return the contribution of one block of keys to the queries' gradient, and the gradients of its keys
+    and values.
 
     Source: Dao et al. 2022, FlashAttention, appendix B.
 
@@ -109,7 +109,7 @@ def _draw(device: torch.device) -> Drawn:
 
 
 def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
-    """Yield the tiles of a key block with their dropout factors ``[b, n, sq, sk]``, each 0 or 1 / (keep
+    """Yield the tiles of a block of keys with dropout factors ``[b, n, sq, sk]``, each 0 or 1 / (keep
     probability).
     """
     generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None

@@ -1,4 +1,4 @@
-"""Process a few queries at a time, with only the keys that they attend to, so that scratch memory stays
+"""Process consecutive queries together with the keys that they attend to, so that scratch memory stays
 constant.
 """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Buffers:
-    """CPU scratch buffers, found by name and not initialized, each as large as the largest request so far."""
+    """Named, uninitialized CPU scratch buffers, each as large as the largest request for it so far."""
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}

@@ -88,7 +88,7 @@ class Composed:
     def _weights(
         self, tile: Tile, softmax: TileSoftmax, factors: TileProducts, wide_q: Tensor, wide_k: Tensor
     ) -> Tensor:
-        """Return a tile's attention weights after dropout, in the dtype of the operands."""
+        """Return a tile's attention weights after dropout, in the dtype of the matmul operands."""
         rows, columns = tile.rows(wide_q), tile.columns(wide_k)
         if softmax.rounds(factors.dtype):
             return softmax.rounded_weights(tile, rows, columns, None, self._dropout.draw(tile.weights))

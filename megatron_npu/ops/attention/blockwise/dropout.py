@@ -12,8 +12,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Convert the drop probability ``p`` to the number of attention weights, out of ``KEEP_LEVELS``, that are
-    kept.
+    """Convert the drop probability ``p`` to the number of kept attention weights out of ``KEEP_LEVELS``.
 
     At least one weight is dropped if ``p`` is not 0, and at least one is kept.
     """

@@ -30,8 +30,7 @@ from megatron_npu.ops.compiled import is_plain
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention described by ``spec`` as a contiguous tensor in its layout; it can be
-    differentiated once.
+    """Return the attention that ``spec`` describes as a contiguous tensor in its layout, differentiable once.
 
     Args:
         query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype, on the CPU.

@@ -19,7 +19,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the compiled kernel supports these queries. The kernel does not support masks."""
+    """Return True if the compiled kernel supports the given queries. The kernel does not support masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 

@@ -18,14 +18,14 @@ _LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, weights and accumulated sums: fp64 if the attention call uses fp64,
+    """Return the dtype of scores, weights and accumulated sums, which is fp64 for calls in fp64 and
     otherwise fp32.
     """
     return torch.promote_types(dtype, torch.float32)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of matmul operands: bf16 if the tensors are bf16 and the processor has fast bf16
+    """Return the dtype of matmul operands, which is bf16 for bf16 tensors on processors with fast bf16
     matmuls.
     """
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
@@ -106,7 +106,7 @@ class TileProducts:
         torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
     def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Add ``factor · left · right`` to ``total``, whose dtype is ``sums``."""
+        """Add ``factor · left · right`` to the tensor ``total``, which has a dtype for accumulated sums."""
         if products.takes(left, right) and products.takes_result(total):
             products.multiply(left, right, total, factor=factor, add=True)
             return

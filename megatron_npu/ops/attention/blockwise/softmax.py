@@ -61,8 +61,7 @@ class TileSoftmax:
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return a tile's attention weights after dropout in bf16, for calls for which ``rounds`` returns
-        True.
+        """Return a tile's attention weights in bf16 after dropout, if ``rounds`` returns True for the call.
 
         All unrounded weights are written to ``weights``.
         """
@@ -78,8 +77,8 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the gradient of the scores in bf16, given that of the kept weights, if ``rounds``
-        returns True.
+        """Return the bf16 gradient of the scores, given that of the kept weights, if ``rounds`` returns
+        True for the call.
         """
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)

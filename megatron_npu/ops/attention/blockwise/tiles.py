@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of the tile's scores: heads, queries times query heads per key head, and keys."""
+        """The shape of the tile's scores: heads, queries (times query heads per key head), and keys."""
         return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
 
     @property
@@ -91,8 +91,6 @@ def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
 
 
 def _end_of_tile(segment: Segment, begin: int, end: int, repeats: int) -> int:
-    """Return ``end``, or a smaller value if queries ``[begin, end)`` attend to more keys than fit in one
-    tile.
-    """
+    """Return ``end``, or a smaller value if queries ``[begin, end)`` attend to too many keys for one tile."""
     k0, k1 = segment.visible_keys(begin, end)
     return min(end, begin + max(1, TILE_AREA // (repeats * (k1 - k0))))

@@ -98,7 +98,7 @@ def ring_documents(
 
 
 def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
-    """Check that the length of each packed sequence is a multiple of twice the number of ranks, ``cp_size``.
+    """Check that the length of each packed sequence is a multiple of twice the number of ranks.
 
     Raises:
         UsageError: a length is not a multiple of 2·cp.

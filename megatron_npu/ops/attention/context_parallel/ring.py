@@ -87,7 +87,7 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """The assignment of keys to the queries of each rank, for every step of the ring.
+    """The routing of keys to the queries of each rank, for every step of the ring.
 
     The description is identical on all ranks except for ``rank``.
     """
@@ -99,14 +99,16 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """True if keys are passed from rank to rank.
+        """True if keys are passed from rank to rank around the ring.
 
         Otherwise they are sent directly to the ranks that need them.
         """
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """Return this rank's attention blocks at ``step``, which use the keys of rank ``rank - step``."""
+        """Return the attention blocks of this rank at ``step``, which use the keys of rank ``rank -
+        step``.
+        """
         rank, size = self.group.rank(), self.group.size()
         return self._visible(rank, (rank - step) % size)
 
@@ -141,13 +143,13 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
-        """Wait for the sent and the received tensor, and return the received tensor."""
+        """Wait until one tensor is sent and another is received, and return the received tensor."""
         for request in self.requests:
             request.wait()
         return self.received
 
     def arrived(self) -> Tensor:
-        """Wait for the received tensor and return it."""
+        """Wait for the received tensor, and return it."""
         received = self.wait()
         assert received is not None
         return received
@@ -197,7 +199,7 @@ def _add_all(total: Tensor, found: list[_KeyGradients]) -> Tensor:
 
 
 class _Homeward:
-    """Gradients of keys and values, ``[2, s, b, g, d]``, on their way to the rank that owns the keys.
+    """Gradients of keys and values, ``[2, s, b, g, d]``, in transit to the rank that owns the keys.
 
     The gradients are sent in the dtype of the keys and are rounded at each rank, as in a reduce-scatter of
     gradients.
@@ -336,7 +338,7 @@ def _spec(
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the initial output and log-sum-exp of queries that have not attended to any key yet."""
+    """Return the initial output and log-sum-exp for queries that have not attended to any key yet."""
     precise = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.size(1), query.size(2), query.size(0)), float("-inf"), dtype=precise)
     return torch.zeros_like(query, dtype=precise), lse
@@ -354,7 +356,7 @@ def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
 
 
 def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add ``part`` to the tokens of ``total`` in ``spans``."""
+    """Add the tensor ``part`` to the tokens of ``total`` that ``spans`` selects."""
     if len(spans) == 1:
         total[spans[0][0] : spans[0][1]] += part
     else:

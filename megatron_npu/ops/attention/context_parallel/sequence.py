@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the positions in the whole sequence at which this rank's two chunks start."""
+    """Return the start positions of this rank's two chunks in the whole sequence."""
     size, rank, chunk = group.size(), group.rank(), tokens // 2
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
@@ -29,7 +29,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tokens of all ranks for this rank's heads, exchanged by the all-to-all before attention.
+    """Exchange tokens for heads before attention, and return the tokens of all ranks for this rank's heads.
 
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023.
 
@@ -45,7 +45,7 @@ def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's tokens for all heads, by undoing ``a2a_gather_sequence`` after attention.
+    """Exchange heads for tokens after attention, and return this rank's tokens for all heads.
 
     The input is ``[cp, s / cp, ..., n / cp, d]``.
     """

@@ -1,4 +1,4 @@
-"""Find which of another rank's keys are visible to this rank's queries in one step of ring attention.
+"""Find which keys of another rank are visible to this rank's queries in one step of ring attention.
 
 Each document (a whole sequence, or one of several packed sequences) is split into 2·size chunks; rank r holds
 the concatenation of chunks r and 2·size - 1 - r of each document, and the documents are concatenated too.
@@ -104,7 +104,9 @@ def _plain_pairs(
 def _band_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> Iterator[_Pair]:
-    """Yield pairs of chunks, limited to queries that see a key and to keys that a query sees."""
+    """Yield pairs of chunks, limited to queries that see at least one key and to keys that at least one
+    query sees.
+    """
     first = 0
     for document in documents:
         chunk = document.tokens // 2
@@ -118,8 +120,8 @@ def _band_pairs(
 
 
 def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
-    """Yield the indices of the two chunks of rank ``source``, and the number of keys in each chunk
-    without padding.
+    """Yield the indices of the two chunks of rank ``source``, each with its number of keys without
+    padding.
     """
     chunk = document.tokens // 2
     for number in (source, 2 * size - 1 - source):
@@ -127,7 +129,9 @@ def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[in
 
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
-    """Yield the part of ``segment`` that has visible keys as a pair of token ranges, unless it is empty."""
+    """Yield a pair of token ranges for the part of ``segment`` that has visible keys, unless this part is
+    empty.
+    """
     part = segment.part(*segment.rows_with_keys())
     if part is not None:
         window = part.window_left, part.window_right
@@ -161,7 +165,7 @@ def union(spans: Iterable[Span]) -> Spans:
 
 
 def within(spans: Spans, whole: Spans) -> Spans:
-    """Return the positions of ``spans`` in the tokens that result from concatenating ``whole``.
+    """Return the positions of ``spans`` in the concatenated tokens of the spans ``whole``.
 
     ``whole`` contains all of ``spans``.
     """

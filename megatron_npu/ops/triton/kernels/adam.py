@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a pointer to element ``begin`` of an array whose address is in the table.
+    """Return a pointer to element ``begin`` of an array whose address is stored in the table.
 
     ``begin`` is a multiple of the block size.
     """

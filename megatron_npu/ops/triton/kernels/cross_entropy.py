@@ -1,4 +1,4 @@
-"""Compute the cross-entropy of rows of logits, in one pass per direction.
+"""Compute the cross-entropy of rows of logits, in one pass forward and one backward.
 
 A program handles a row or a part of a row.
 """

@@ -1,4 +1,4 @@
-"""Add a bias, apply dropout and add a residual, in one pass per direction.
+"""Add a bias, apply dropout and add a residual, in one pass forward and one backward.
 
 The backward pass recomputes the mask, so that no mask is stored.
 """
@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def kept(seed, row, width, level, COLUMNS: tl.constexpr, first_column):
-    """Return a mask ``[n, COLUMNS]`` of the values that dropout keeps, for n rows and columns from
-    ``first_column`` on.
+    """Return a mask ``[n, COLUMNS]`` of the values that dropout keeps in n rows, starting at column
+    ``first_column``.
 
     Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor, so
     that the decision about a value does not depend on how the tensor is tiled.

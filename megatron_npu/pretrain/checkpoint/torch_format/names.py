@@ -75,7 +75,7 @@ def _of_core(name: str) -> str:
 
 
 def to_285068c8(name: str) -> list[str]:
-    """Return the keys under which 285068c8 stores a weight, given the weight's name in megatron-core.
+    """Return the path of keys under which 285068c8 stores a weight, given its megatron-core name.
 
     Raises:
         KeyError: 285068c8 has no such weight.
@@ -116,7 +116,7 @@ def layers_in(names: Mapping[str, Any]) -> set[int]:
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return a parameter name after shifting the layer number in it.
+    """Return a parameter name with a shifted layer number.
 
     Names without a layer number are not changed.
     """

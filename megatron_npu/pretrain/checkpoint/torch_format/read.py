@@ -1,4 +1,4 @@
-"""Assemble a model from the checkpoint files of all ranks, regardless of its layout in training."""
+"""Assemble a model from the checkpoint files of all ranks, whatever its layout was in training."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Checkpoint:
             raise self._damaged("its model is not a mapping of names to weights")
 
     def _gather(self, found: files.RankFiles) -> None:
-        """Collect the parts of every weight from all ranks, and number the layers over the whole model."""
+        """Collect the parts of every weight from all ranks, and number the layers for the whole model."""
         for tensor in range(found.tensor):
             stages = [_chunks(files.read(found.paths[tensor, stage])) for stage in range(found.pipeline)]
             self._require_tables(stages)
@@ -148,7 +148,7 @@ class Checkpoint:
         }
 
     def _assume_fused_gelu(self) -> None:
-        """Assume the default, the fused GELU, if Megatron's conversion tool has dropped the flag."""
+        """Assume the default value, the fused GELU, if Megatron's conversion tool has dropped the flag."""
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
@@ -181,7 +181,7 @@ def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load a checkpoint's weights into this rank's chunks of a model, whose layout may be different.
+    """Load the weights of a checkpoint into this rank's chunks of a model with any layout.
 
     Vocabulary rows that are missing from the checkpoint are set to zero.
 

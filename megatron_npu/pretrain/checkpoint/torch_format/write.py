@@ -147,7 +147,7 @@ def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, p
 def _of_rank(
     args: Flags, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight, and the part of the weight that belongs to the rank.
+    """Yield the name of each weight, and the part of the weight for the given rank.
 
     ``tensor`` and ``pipeline`` are pairs (rank, size).
     """
@@ -214,7 +214,7 @@ def _arguments(args: Flags, tensor: int, pipeline: int) -> Namespace:
 
 
 def flags(args: Flags, tensor: int, pipeline: int) -> list[str]:
-    """Return the flags with which 285068c8 loads the model."""
+    """Return the flags that 285068c8 needs to load the model."""
     values = {
         "--num-layers": args.num_layers,
         "--hidden-size": args.hidden_size,

@@ -20,7 +20,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def require_even(model: Sequence[torch.nn.Module]) -> None:
-    """Check that every rank has the same number of rows of each parameter, as megatron-core's checkpoints
+    """Check that all ranks have the same number of rows of each parameter, as megatron-core's checkpoints
     require.
 
     Raises:

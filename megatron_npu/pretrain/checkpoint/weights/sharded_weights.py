@@ -31,7 +31,7 @@ def read_in_place(wanted: dict[str, Any]) -> None:
 
 
 def _whole(parameter: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Return the parameter itself if all parts are views of its memory, otherwise the merged parts."""
+    """Return the parameter itself if all parts are views of its memory, or else the merged parts."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     home = _memory(parameter)
@@ -44,7 +44,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GivenAway:
-    """A model that is not used after saving, so that its split parameters can be moved into the checkpoint.
+    """A model that is not used after saving, so that its parameters can be moved into the checkpoint.
 
     Pass it to the saving functions instead of the model.
 

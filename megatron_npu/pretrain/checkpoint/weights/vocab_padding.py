@@ -20,7 +20,7 @@ from megatron_npu.pretrain.model.gpt import unwrap
 
 
 def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the value for padding rows of the vocabulary, the mean row ``[h]`` in fp32.
+    """Return the row ``[h]`` with which the vocabulary is padded, the mean of its rows in fp32.
 
     Args:
         rows: [rows, h], this process's rows that represent tokens; may be empty.
@@ -36,7 +36,7 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
-    """Fill the rows of the vocabulary that are missing in a checkpoint. All ranks must call this.
+    """Fill the rows of the vocabulary that are missing from a checkpoint. All ranks must call this.
 
     Args:
         model: this process's chunks of the model.

@@ -59,7 +59,7 @@ def tokenizer(args: Namespace) -> Tokenizer:
 
 
 def _one_source(args: Namespace) -> None:
-    """Reject flags that name several kinds of data sources at once.
+    """Reject flags that specify several kinds of data sources at the same time.
 
     Megatron accepts only one kind.
     """

@@ -179,7 +179,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def layout(args: Namespace) -> None:
-    """Check the layout of the experts, after the rest of the layout is determined.
+    """Check the layout of the experts, after the rest of the layout has been determined.
 
     Raises:
         UsageError: a size is not divisible, or megatron-core cannot train the layout.

@@ -35,7 +35,8 @@ def check(args: Namespace) -> None:
 
 
 def iterations(args: Namespace) -> None:
-    """Compute the number of iterations from samples or epochs, after batch and data sizes are determined.
+    """Compute the number of iterations from samples or epochs, after batch and data sizes have been
+    determined.
 
     Raises:
         UsageError: there are too few samples for one iteration.

@@ -29,7 +29,7 @@ def check(args: Namespace) -> None:
 
 
 def require_megatron_core() -> str:
-    """Return the version of the megatron-core that comes first on the Python path.
+    """Return the version of the first megatron-core on the Python path.
 
     Raises:
         UsageError: another Megatron precedes it on the path, it is not installed, or its version is not

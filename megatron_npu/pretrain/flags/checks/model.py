@@ -46,7 +46,7 @@ def check(args: Namespace) -> None:
 
 
 def windows(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` comes with a window and has one value per layer.
+    """Check that ``--window-attn-skip-freq`` is given together with a window and has one value per layer.
 
     Raises:
         UsageError: the window or values are missing.

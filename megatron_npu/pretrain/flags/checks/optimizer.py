@@ -37,7 +37,7 @@ def check(args: Namespace) -> None:
 
 
 def _muon(args: Namespace) -> None:
-    """Reject flags that megatron-core's Muon does not support, and installations that lack Muon."""
+    """Reject flags that megatron-core's Muon does not support, and installations without Muon."""
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     if version < muon_flags.SINCE:
         raise UsageError(

@@ -24,7 +24,7 @@ from megatron_npu.web.address import require_packages
 
 
 def logging(args: Namespace) -> None:
-    """Check that the packages for logging are installed, and that there is a place to write the log to.
+    """Check that the packages for logging are installed, and that the log has a destination.
 
     Raises:
         UsageError: a package or the destination is missing.
@@ -65,7 +65,7 @@ def sinks(args: Namespace) -> None:
 
 
 def wandb(args: Namespace) -> None:
-    """Check that Weights & Biases is installed, and that there is a place to write its files to.
+    """Check that Weights & Biases is installed, and that its files have a destination.
 
     Raises:
         UsageError: the package or the destination is missing, or a W&B flag is given without the project.
@@ -99,7 +99,7 @@ def ends(args: Namespace) -> None:
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint to resume from, and check that it matches the run.
+    """Find the checkpoint to resume from, and check that the run can resume from it.
 
     Also check that saving overwrites no other checkpoint.
 
@@ -155,7 +155,7 @@ def _require_load(args: Namespace) -> None:
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
-    """Check that a checkpoint matches the run, and set the values that depend on the checkpoint."""
+    """Check that the run can resume from a checkpoint, and set the values that depend on the checkpoint."""
     if not found.is_own:
         found = _of_stock_script(args, found)
     checkpoint_compatibility.require_same_model(found, vars(args))
@@ -215,8 +215,8 @@ def _rewinding(args: Namespace) -> None:
 
 
 def _choose_whole(args: Namespace) -> None:
-    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print the later checkpoints, all of which
-    are damaged.
+    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print the later checkpoints, which are
+    damaged.
 
     Raises:
         UsageError: there are checkpoints, but all are damaged; or ``--ckpt-step`` is given too.
@@ -335,7 +335,7 @@ def places(args: Namespace) -> None:
 
 
 def _require_no_address(flag: str, place: str) -> None:
-    """Reject the URL of an object storage where only a local folder is supported.
+    """Reject an object-storage URL where only a local folder is supported.
 
     A local folder with the URL as its name would be created otherwise.
     """

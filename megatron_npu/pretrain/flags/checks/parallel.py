@@ -142,7 +142,9 @@ def batches(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace) -> dict[str, int]:
-    """Return the final global batch size and the start and increment of its ramp, each with a description."""
+    """Return the final global batch size, and the start and increment of its ramp, each with a
+    description.
+    """
     ramp = args.rampup_batch_size
     steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
     return {"--global-batch-size": args.global_batch_size, **steps}

@@ -72,6 +72,8 @@ def find(run: str) -> Path:
 
 
 def name_of(metrics: Path) -> str:
-    """Return the title of a run: the name of its directory or, if that is generic, of its JSON-lines file."""
+    """Return the title of a run: the name of its directory or, if that name is generic, of its JSON-lines
+    file.
+    """
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

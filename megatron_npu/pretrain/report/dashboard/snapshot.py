@@ -103,7 +103,7 @@ def _state(history: History) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number unchanged, and None for everything else.
+    """Return a finite number unchanged, and None for any other value.
 
     The file is untrusted.
     """
@@ -138,7 +138,7 @@ def _newest(points: Points) -> float | None:
 
 
 def _machines(history: History) -> list[dict[str, Any]]:
-    """Return the machines with their ranks, the times of the ranks in milliseconds, and the slow ranks."""
+    """Return the machines with their ranks, the ranks' times in milliseconds, and the slow ranks."""
     times = history.forward_ms
     slow = slow_ranks(times, history.stages)
     found: dict[str, dict[str, Any]] = {}
@@ -151,7 +151,7 @@ def _machines(history: History) -> list[dict[str, Any]]:
 
 
 def _samples(history: History) -> list[dict[str, Any]]:
-    """Return the newest sample texts, the newest first."""
+    """Return the newest sample texts, starting with the newest."""
     rows = [
         {"iteration": iteration, **text}
         for iteration in sorted(history.samples, reverse=True)
