@@ -108,7 +108,7 @@ def require_own_path(folder: Path, remedy: str) -> None:
 
 
 def _unmapped() -> int:
-    """Return the user id that a container shows for unmapped users, such as the root user of its machine.
+    """Return the user id that represents unmapped users in a container, such as the root user of its machine.
 
     Where all users are mapped, as on a plain machine, this id is that of an ordinary user, ``nobody``.
     """
@@ -121,7 +121,7 @@ def _unmapped() -> int:
 
 
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
-    """Return the error for a cache folder that cannot be used on its file system."""
+    """Return the error for a cache folder that cannot be created or written to."""
     return UsageError(
         f"the cache {path} cannot be used ({error.strerror or error}); it must be a directory that this "
         "user can create and write to",
@@ -173,7 +173,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
 
 
 def seal(folder: int, name: str) -> None:
-    """Append a digest to a new library, make the file private, and make sure that it is on disk."""
+    """Append a digest to a new library, make the file private, and flush it to disk."""
     with open(os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder), "r+b") as stream:
         digest = hashlib.sha256(stream.read()).digest()
         stream.write(_SEAL + digest)
@@ -183,7 +183,7 @@ def seal(folder: int, name: str) -> None:
 
 
 def is_whole(descriptor: int) -> bool:
-    """Return True if a library file ends with the digest of its content, which means that it is complete."""
+    """Return True if a library file is complete, which means that it ends with the digest of its content."""
     content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     before, end = content[:-_SEALED], content[-_SEALED:]
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
@@ -209,7 +209,7 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Set the modification time of a file or folder to now, which ``is_unused`` reads.
+    """Set the modification time of a file or folder to now, so that ``is_unused`` returns False.
 
     Files that belong to root are skipped.
     """

@@ -1,4 +1,4 @@
-"""Replace ``subprocess`` in the module of torch inductor that probes the processor's vector instructions.
+"""Replace ``subprocess`` in torch inductor's module that probes the processor's vector instructions.
 
 To find out which vector instructions work, torch (2.13 and earlier) starts ``python -c``, which searches the
 working directory for modules first. That folder may belong to another user. While the guard is on, that

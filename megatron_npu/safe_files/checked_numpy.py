@@ -38,7 +38,7 @@ class CheckedDtype:
         self.dtype = np.dtype(str(kind))
 
     def __setstate__(self, state: Any) -> None:
-        """Accept a state ``(version, byte order, None, None, None, …)`` that sets the byte order, and
+        """Accept a state ``(version, byte order, None, None, None, …)``, which sets the byte order, and
         reject fields.
         """
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
@@ -47,7 +47,9 @@ class CheckedDtype:
 
 
 class CheckedArray(np.ndarray):
-    """Replacement for ``numpy.ndarray`` that checks that there is as much data as the shape requires."""
+    """Replacement for ``numpy.ndarray`` that checks that the data has as many values as the shape
+    requires.
+    """
 
     def __setstate__(self, state: Any) -> None:
         """Accept a state ``(version, shape, dtype, Fortran order, bytes)``."""
@@ -72,7 +74,7 @@ def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """Return the number that some bytes represent."""
+    """Return the number that the given bytes represent."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
     _check(len(content) == kind.dtype.itemsize, "a truncated number")
     return np.frombuffer(content, kind.dtype)[0]

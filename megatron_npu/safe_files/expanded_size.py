@@ -1,4 +1,4 @@
-"""Reject archives that would take far more memory in torch than the file has bytes.
+"""Reject archives whose content would take up far more memory than the file has bytes.
 
 ``torch.save`` stores its records without compression, so the records are together as large as the file. A
 file from elsewhere can be compressed a thousandfold, or name the same bytes in many records.
@@ -27,7 +27,7 @@ class ExpandedSizeError(UsageError):
 
 
 def require_plausible(stream: IO[bytes]) -> None:
-    """Check the sizes of an archive's records before torch reads them, and keep the position of the stream.
+    """Check the sizes of an archive's records before torch reads them, without moving the stream's position.
 
     Raises:
         ExpandedSizeError: the records are too large.
@@ -51,7 +51,7 @@ def require_plausible(stream: IO[bytes]) -> None:
 
 
 class _CheckedReader(serialization._open_zipfile_reader):
-    """torch's reader of archives, which first calls ``require_plausible``."""
+    """A reader of archives that calls ``require_plausible`` before torch's own reader."""
 
     def __init__(self, name_or_buffer: Any) -> None:
         if not isinstance(name_or_buffer, str | os.PathLike):

@@ -41,7 +41,7 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence that today's index can
 
 
 def is_lazy(index: str | Path) -> bool:
-    """Return True if a file is an index in the format ``lazy`` or ``cached``."""
+    """Return True if a file is a ``lazy`` or ``cached`` index."""
     try:
         with files.regular(index) as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -50,7 +50,7 @@ def is_lazy(index: str | Path) -> bool:
 
 
 def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int) -> Iterator[bytes]:
-    """Yield the bytes of an index in the format ``lazy``, piece by piece.
+    """Yield the bytes of a ``lazy`` index, piece by piece.
 
     Args:
         lengths: [S], the number of tokens of each sequence.

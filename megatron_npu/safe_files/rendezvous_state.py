@@ -1,4 +1,4 @@
-"""Replace pickle in torch's dynamic rendezvous with a reader that builds only torch's own state.
+"""Replace pickle in torch's dynamic rendezvous with a reader that constructs only torch's own state.
 
 With ``--standalone`` or ``--rdzv-backend c10d``, torchrun unpickles a value in a store to which every
 account of the machine can connect. While the guard is on, that module uses this module in the place of
@@ -25,10 +25,10 @@ _replaced = Replaced()
 
 
 class _StateUnpickler(DataUnpickler):
-    """Unpickler that builds rendezvous nodes, their times, and the state that lists them."""
+    """Unpickler that constructs rendezvous nodes, their times, and the state that contains them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class with the given name if torch's state contains it.
+        """Return the class with the given name if the state of a rendezvous may contain it.
 
         Raises:
             UnpicklingError: the value names something else.

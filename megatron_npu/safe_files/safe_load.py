@@ -85,7 +85,7 @@ def _is_archive(file: Path) -> bool:
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
-    """Read bytes inside ``file`` as ``read`` does, including nested content of ``torch.save``."""
+    """Read bytes inside ``file`` as ``read`` does, including nested files written by ``torch.save``."""
     return _read(io.BytesIO(content), file, harmless, mmap=False)
 
 
@@ -106,7 +106,7 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return the name that torch refused to build, or the reason why torch could not read the file."""
+    """Return the name that torch refused to construct, or the reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"the file names {named[1]}" if named else text
@@ -134,7 +134,7 @@ def names_in_pickle(stream: IO[bytes]) -> set[str]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Make ``torch.load`` read only data, whatever its arguments and the environment say.
+    """Make ``torch.load`` read only data, regardless of its arguments and of the environment.
 
     numpy values are checked before they are built; see ``checked_numpy``.
     """
@@ -159,7 +159,7 @@ def _is_numpys(entry: Any) -> bool:
 
 
 def refusal(file: Path, reason: str) -> UsageError:
-    """Return the error that reports a rejected file."""
+    """Return the error that reports a file as rejected."""
     return UsageError(
         f"{file} cannot be loaded safely: {reason}; only types that Megatron-LM saves are accepted",
         remedy="Do not load a file that you do not trust.",

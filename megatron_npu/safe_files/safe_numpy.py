@@ -1,4 +1,4 @@
-"""Replace numpy in upstream modules that use index files, with functions that avoid pickle and write
+"""Replace numpy in upstream modules that use index files with functions that avoid pickle and write
 atomically.
 
 This module replaces numpy in the globals of those modules; all other names are numpy's own.

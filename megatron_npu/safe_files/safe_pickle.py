@@ -18,7 +18,7 @@ _ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
 
 
 class _ArrayUnpickler(DataUnpickler):
-    """Unpickler that builds numpy values after checking them."""
+    """Unpickler that constructs numpy values after checking them."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the checked replacement for a name of numpy.

@@ -50,7 +50,7 @@ _replaced = Replaced()
 
 
 def refusal(what: str, reason: str) -> UsageError:
-    """Return the error that reports a rejected part of a checkpoint.
+    """Return the error that reports part of a checkpoint as rejected.
 
     The error is also stored for ``last_refusal``.
 
@@ -68,7 +68,7 @@ def refusal(what: str, reason: str) -> UsageError:
 
 
 def last_refusal() -> UsageError | None:
-    """Return the error that was stored since the last call, or None.
+    """Return the error that has been stored since the last call, or None.
 
     torch passes on only the message of an error.
     """

@@ -79,7 +79,7 @@ class Completion:
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
-        """Add to the response a piece of text or the scores of the prompts."""
+        """Add a piece of text, or the scores of the prompts, to the response."""
         if isinstance(event, Read):
             self.scores = event.scores
             return
@@ -88,7 +88,7 @@ class Completion:
         self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
-        """Return the whole response after all pieces have been added."""
+        """Return the whole response, after all pieces have been added."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
@@ -127,7 +127,7 @@ class Completion:
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the token counts. A prompt is counted once for all of its completions."""
+        """Return the token counts, in which a prompt is counted once for all of its completions."""
         prompts = sum(len(prompt) for prompt in self.job.prompts[:: self.request.n])
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
@@ -202,7 +202,7 @@ class Completion:
 
 
 class Offsets:
-    """Computes the positions, in characters, of the tokens that follow a prompt.
+    """Converter of token indices to positions, in characters, in the text that follows a prompt.
 
     Args:
         tokenizer: the tokenizer of the model.

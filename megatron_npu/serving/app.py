@@ -189,7 +189,7 @@ class _Site:
             )
 
     def _completion(self, asked: CompletionRequest) -> Completion:
-        """Return the job for a completion request, and the response that its results are added to.
+        """Return the job for a completion request, and the response to which the job's results are added.
 
         Raises:
             BadRequestError: the model cannot process the request.
@@ -207,7 +207,7 @@ class _Site:
         return Completion(asked, job, self.name, model.tokenizer, echoes)
 
     def _chat_completion(self, asked: ChatRequest) -> ChatCompletion:
-        """Return the job for a chat request, and the response that its results are added to.
+        """Return the job for a chat request, and the response to which the job's results are added.
 
         Raises:
             BadRequestError: the checkpoint has no chat template, the template rejects the messages, or the

@@ -23,7 +23,7 @@ class ChatCompletion(Completion):
         return "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Return the first chunk of each text, which contains the role of the assistant."""
+        """Return the first chunk of each text, which names the role of the assistant."""
         begin: Json = {"role": "assistant", "content": ""}
         rows = range(len(self.texts))
         return [

@@ -109,9 +109,7 @@ def _message(number: int, value: Any) -> Message:
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
-    """Return the text of a message whose content is a list, or None if the list contains anything but
-    text.
-    """
+    """Return the text of a message whose content is a list, or None if a part of the list is not text."""
     texts: list[str] = []
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

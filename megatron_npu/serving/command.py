@@ -125,7 +125,7 @@ def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -
 
 
 def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
-    """Run the HTTP server, and stop the engine when the server ends, whatever the reason."""
+    """Run the HTTP server, and stop the engine when the server ends for any reason."""
     try:
         server.run(sockets=[listener])
     finally:

@@ -167,7 +167,7 @@ class Fields:
         return value
 
     def require_rest_without_meaning(self, without_meaning: Mapping[str, tuple[Any, ...]]) -> None:
-        """Reject fields that were not read, unless their values have no effect.
+        """Reject fields that were not read, unless their value has no effect.
 
         Args:
             without_meaning: the unsupported fields, each with the values that have no effect.
@@ -191,7 +191,7 @@ def shown(value: object) -> str:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return the prompts, which a request contains as a string, as ids, or as a list of either.
+    """Return the prompts of a request, which may be given as a string, as ids, or as a list of either.
 
     None stands for unconditional generation.
     """
@@ -224,7 +224,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    """Return the stop strings, which a request contains as null, a string or a list of strings.
+    """Return the stop strings of a request, which may be given as null, a string or a list of strings.
 
     Raises:
         BadRequestError: there are too many stop strings, or values of another type.

@@ -88,7 +88,7 @@ class Job:
 
 
 class Engine:
-    """Processes jobs one after another with the model.
+    """The engine, which processes jobs one after another with the model.
 
     Args:
         model: the model that generates the texts.

@@ -34,7 +34,7 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return the held-back characters when the text ends without a stop string."""
+        """Return the characters that are still held back when the text ends without a stop string."""
         return self._held
 
     def _beginning(self, text: str) -> int:

@@ -1,4 +1,4 @@
-"""Set up the simulated NPUs in this interpreter when torch is imported.
+"""Set up simulated NPUs in this Python process when torch is imported.
 
 boot/sitecustomize.py installs the import hook.
 """
@@ -64,7 +64,7 @@ def forget_stand_in() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that runs a context manager while a package is executed."""
+    """Import finder that activates a context manager while a package is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -79,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """Loader of a package that runs a context manager while the package is executed."""
+    """Loader that activates a context manager while a package is executed."""
 
     def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
         self._loader, self._context = loader, context

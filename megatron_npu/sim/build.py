@@ -71,7 +71,7 @@ def runtime() -> Path:
 
 @functools.cache
 def compute() -> Path:
-    """Return the compiled library with the computations, building it if necessary; see ``runtime``."""
+    """Return the path of the compiled computation library, building it if necessary; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
@@ -84,17 +84,17 @@ def runtime_library() -> ctypes.CDLL:
 
 @functools.cache
 def compute_library() -> ctypes.CDLL:
-    """Load the library with the computations."""
+    """Load the library that contains the computations."""
     return cache.load(compute())
 
 
 def cann_names(directory: Path) -> list[Path]:
-    """Return those libraries in a runtime directory that have CANN's names."""
+    """Return the libraries in a runtime directory that have the names of CANN's libraries."""
     return sorted(path for path in directory.glob("*.so") if path.name != RUNTIME_LIBRARY)
 
 
 def present(library: str) -> bool:
-    """Return True if the dynamic loader finds a library of this name."""
+    """Return True if the dynamic loader finds a library with the given name."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -124,9 +124,7 @@ def _torch_npu() -> Path:
 
 
 def _key(sources: Iterable[str]) -> str:
-    """Return a digest of everything on which the build depends: sources, this file, packages and the
-    compiler.
-    """
+    """Return a digest of everything that affects the build: sources, this file, packages and compiler."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for name in sources:
         digest.update((SOURCES / name).read_bytes())

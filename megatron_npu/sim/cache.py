@@ -70,7 +70,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return a cached directory of libraries that ``load`` can load, after preparing it if necessary.
+    """Return a cached directory of libraries for ``load``, after preparing it if necessary.
 
     The directory is prepared again if a library is damaged.
 
@@ -117,7 +117,7 @@ def _opened_part(cache: int, directory: Path) -> Iterator[int]:
 
 
 def _is_there(cache: int, name: str) -> bool:
-    """Return True if a directory exists, after checking that only this user was able to fill it."""
+    """Return True if a directory exists, after checking that no other user can have filled it."""
     try:
         os.stat(name, dir_fd=cache)
     except FileNotFoundError:

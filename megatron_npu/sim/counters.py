@@ -100,13 +100,15 @@ class Counts:
 
     @property
     def between(self) -> Work:
-        """The number of messages to other machines, and their bytes, over all communicators."""
+        """The number and the bytes of messages to other machines, over all communicators."""
         works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def buffers(self) -> int:
-        """The bytes of device memory that HCCL uses for all communicators, which torch does not count."""
+        """The bytes of device memory that HCCL uses for all communicators, which are not included in
+        torch's statistics.
+        """
         return sum(group.buffer for group in self.groups.values())
 
 
@@ -172,7 +174,7 @@ def _write_report(path: Path) -> None:
 
 
 def _read() -> Counts:
-    """Return the counters since the start of the process, with memory statistics of zero."""
+    """Return the counters since the start of the process, with all memory statistics set to zero."""
     runtime = build.runtime_library()
     compute = build.compute_library()
     launches = _works(compute.sim_launches)

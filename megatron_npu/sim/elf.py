@@ -1,4 +1,4 @@
-"""Read with ``readelf`` (part of binutils) which symbols a shared library requires and defines.
+"""Read the symbols that a shared library requires and defines with ``readelf`` (part of binutils).
 
 binutils are installed with every g++.
 """

@@ -45,7 +45,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """A name to be added to an existing module that does not have it.
+    """A name to be added to an existing module that lacks it.
 
     Attributes:
         module, name, value: the module, the missing name, and its value.
@@ -65,7 +65,7 @@ class NameStandIn:
     within: str = ""
 
     def is_taken(self, upstream: Upstream) -> bool:
-        """Return True if ``upstream``, or a package that is used with it, imports the name."""
+        """Return True if ``upstream``, or a package used with it, imports the name."""
         if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
             return False
         return not self.within or any(upstream.root.glob(self.within))

@@ -1,4 +1,6 @@
-"""Stub for megatron-core's batch-invariant kernels, used without triton, in which the mode is always off."""
+"""Stub for megatron-core's batch-invariant kernels, used without triton; the batch-invariant mode is
+always off.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def is_needed() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the first tensor-parallel rank on this rank's device.
+    """Return the first tensor-parallel rank's tensors on the device of this rank.
 
     Args:
         keys: the keys of ``data`` to return.

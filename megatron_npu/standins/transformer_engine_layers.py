@@ -30,7 +30,7 @@ class _Absent:
 
 
 def __getattr__(name: str) -> type:
-    """Return a layer class for ``from ... import name`` if the module that imports it needs one.
+    """Return a layer class for ``from ... import name``, if the importing module needs it.
 
     Raises:
         AttributeError: another module imports the name; Python converts this to the ImportError that the

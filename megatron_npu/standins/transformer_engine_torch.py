@@ -12,7 +12,7 @@ from megatron_npu.ops.attention.context_parallel.packed import token_indices
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """Return the positions of the tokens of a rank, ``[total_tokens / world_size]``, in order.
+    """Return the positions of a rank's tokens, ``[total_tokens / world_size]``, in ascending order.
 
     Args:
         cu_seqlens: where sequences begin and end, ``[sequences + 1]``; each sequence has 2 * ``world_size``

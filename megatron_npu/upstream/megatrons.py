@@ -128,8 +128,8 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
 
 
 def named(path: str | None) -> tuple[str | None, str]:
-    """Return the path of Megatron that ``--megatron`` or ``MEGATRON_LM_PATH`` gives, and which of the two
-    gave it.
+    """Return the Megatron path given by ``--megatron`` or ``MEGATRON_LM_PATH``, and the name of its
+    source.
     """
     if path:
         return path, "--megatron"

@@ -40,7 +40,7 @@ def is_stock(script: Path) -> bool:
 
 
 def blames_program(error: BaseException, program: Path) -> bool:
-    """Return True if the error was caused by a wrong call in the user's own program."""
+    """Return True if a wrong call in the user's own program caused the error."""
     return getattr(error, "blames_caller", False) and not is_stock(program)
 
 

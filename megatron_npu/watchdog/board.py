@@ -46,7 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return True if this process is still able to react, as far as ``own`` can determine.
+        """Return True if this process, as far as ``own`` can determine, is still able to react.
 
         A process on another machine counts as reacting.
         """
@@ -63,7 +63,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Beat:
-    """The heartbeat of a rank, with its position and stack.
+    """The heartbeat of a rank, including its position and its stack frames.
 
     Attributes:
         number: the number of the heartbeat, counted from 0.
@@ -95,7 +95,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Word:
-    """A rank's heartbeat in short form, which is small enough to be read every time.
+    """The short form of a rank's heartbeat, which is read each time.
 
     Attributes:
         number, still: see ``Beat``.
@@ -138,7 +138,7 @@ class Board:
         self.where = where
 
     def enter(self, process: Process) -> None:
-        """Register a rank, which each rank does once.
+        """Register a rank, which is done once per rank.
 
         The rank must have sent a heartbeat before.
         """
@@ -191,7 +191,7 @@ class Board:
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Record the verdict on the run, which names its cause of failure.
+        """Record the verdict on the run, which states why the run failed.
 
         Return the first recorded verdict, which may be another rank's.
         """
@@ -233,8 +233,8 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a separate connection to the store of the default process group, or None if no server
-    provides the store.
+    """Return a separate connection to the default process group's store, or None if no server provides
+    this store.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):

@@ -309,7 +309,7 @@ def _places(store: dist.Store, ranks: int) -> list[_Place]:
 
 
 def _loopback(places: list[_Place]) -> list[str]:
-    """Return an error if a machine would give others a loopback address, which they cannot reach."""
+    """Return an error if a machine would announce a loopback address, which other machines cannot reach."""
     bad = {each.host: each for each in places if network.is_private_to_the_machine(each.address)}
     if not bad:
         return []

@@ -75,7 +75,7 @@ def meeting() -> Iterator[None]:
 
 
 def _no_store(error: RuntimeError) -> UsageError:
-    """Return the error for a store that no longer exists or that is a different program."""
+    """Return the error for a store that no longer exists or has been replaced by another program."""
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     reason = str(error).partition("\n")[0]
     return UsageError(

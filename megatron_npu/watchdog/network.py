@@ -58,8 +58,7 @@ def own_address() -> str:
 
 
 def hccl_address() -> str:
-    """Return the address that is configured for HCCL if this process has loaded torch_npu, or an empty
-    string.
+    """Return the address configured for HCCL if this process has loaded torch_npu, or else an empty string.
 
     Raises:
         UsageError: it is not an address of this machine.

@@ -190,7 +190,7 @@ class Rank:
         self._next_neighbour()
 
     def _hear_of_ends(self, seconds: float) -> None:
-        """Wait, and handle those processes on this machine that have ended.
+        """Wait, and handle the processes of this machine that have ended.
 
         Raises:
             _StoreEndedError: the store ended with one of them. A request to the store would print a page of
@@ -278,7 +278,7 @@ class Rank:
             self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
-        """Report the ranks that the others are waiting for, if no rank has made progress for too long."""
+        """Report the ranks for which the others are waiting, if no rank has made progress for too long."""
         if self._stillness.still < self._limit or not self._processes:
             return
         living = self._living(self._processes)
@@ -314,7 +314,9 @@ class Rank:
             os._exit(_EXIT)
 
     def _wait_for_hearers(self) -> None:
-        """Wait until all ranks know the verdict, except ranks that have ended or lost their heartbeat."""
+        """Wait until all ranks know the verdict, except for ranks that have ended or whose heartbeat has
+        stopped.
+        """
         began, own = time.monotonic(), Process.own(self._rank)
         first = self._last_words(self._processes)
         while (waited := time.monotonic() - began) < _HEARING:
@@ -345,7 +347,7 @@ class Rank:
             self._tell(verdicts.of_store(first, has_ended=False, error=error))
 
     def _without_store(self, first: Process | None, error: Exception) -> None:
-        """End the process if it waits in vain for the process that served the store."""
+        """End the process if it waits too long for the process that served the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -359,7 +361,7 @@ class Rank:
             return self._tell(verdicts.of_store(first, has_ended=gone, error=error))
 
     def _first_ends(self, seconds: float) -> bool:
-        """Return True if rank 0, which serves the store, ends before the timeout and any wake-up."""
+        """Return True if rank 0, which serves the store, ends before the timeout or a wake-up."""
         return any(process.rank == 0 for process in self._deaths.wait(seconds)) and _rank_0_holds_store()
 
 

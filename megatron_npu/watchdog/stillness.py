@@ -1,4 +1,4 @@
-"""Measure for how long the main thread, and threads or processes that work for it, have made no progress."""
+"""Measure how long the main thread, and threads or processes that work for it, have made no progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Checks the position of the main thread about once per second.
+    """Checker of the main thread's position, about once per second.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -49,7 +49,9 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, phase: str) -> bool:
-        """Return True if others compute for the idle main thread, or if saving or loading makes progress."""
+        """Return True if other threads compute for the idle main thread, or if saving or loading makes
+        progress.
+        """
         if self._elsewhere.computes():
             return True
         return phase in (SAVING, LOADING) and self._writing.gets_on(reads=phase == LOADING)

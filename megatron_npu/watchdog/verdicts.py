@@ -45,7 +45,7 @@ def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
 
 
 def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
-    """Return the ranks that the others are waiting for, if no rank makes progress.
+    """Return the ranks for which the others are waiting, if no rank makes progress.
 
     Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
     step. If neither criterion applies, all ranks are returned.

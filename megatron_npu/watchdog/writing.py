@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Compares the number of bytes written so far with that at the last progress of a save."""
+    """Detector of progress in a save, based on the number of bytes written since the last progress."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0
@@ -114,7 +114,7 @@ def _waits_for_disk(pid: int) -> bool:
 
 
 def _descriptors_waited_with(pid: int) -> Iterator[int]:
-    """Yield the first argument of the system call in which each thread currently is.
+    """Yield the first argument of the current system call of each thread.
 
     For a write, it is the file descriptor.
     """

@@ -1,1 +1,1 @@
-"""Provide helpers that the web servers of this project share: for addresses and response headers."""
+"""Provide helpers that this project's web servers share, for addresses and response headers."""

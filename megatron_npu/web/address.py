@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """True if the address is reachable only from this machine."""
+        """True if only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

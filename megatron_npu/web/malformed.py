@@ -1,4 +1,4 @@
-"""Handle responses to requests that turn out to be malformed while they are being handled."""
+"""Handle responses to requests that are found to be malformed only while they are being handled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class WithoutTraceback:
-    """Drops responses to requests that uvicorn has already rejected, for example because a chunk was
-    malformed.
+    """Filter that drops responses to requests that uvicorn has already rejected, such as one with a malformed
+    chunk.
 
     uvicorn itself sends status 400 then, and the application's response would raise an error.
 

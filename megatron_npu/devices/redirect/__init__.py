@@ -34,9 +34,7 @@ class Redirection:
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection. Enable the redirection, unless it is already enabled or the device is
-        cuda.
-        """
+        """Enable the redirection, unless it is enabled already or the device is cuda."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:

@@ -153,7 +153,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _balanced(self, batches: MicroBatches) -> Iterator[None]:
-        """Compute the experts' balancing loss over the tokens of the whole global batch.
+        """Compute the experts' balancing loss over all tokens of the global batch.
 
         If there are several micro-batches, the experts that their tokens choose are counted in advance, with
         the same dropout masks as in training.
@@ -310,9 +310,7 @@ class Loop:
         return True
 
     def _finish(self) -> None:
-        """Log the remaining iterations, evaluate and export a completely trained model, and save if
-        needed.
-        """
+        """Log remaining iterations, evaluate and export a completely trained model, and save if needed."""
         self._report()
         complete = self.iteration >= self.plan.iterations
         if complete:

@@ -154,7 +154,7 @@ class Trainer:
 
     @watchdog.phase("training")
     def _step(self) -> bool:
-        """Train for one iteration. Return False if the run has rewound to a checkpoint instead."""
+        """Train for one iteration, and return False if the run has rewound to a checkpoint instead."""
         watchdog.step(self.position.iteration + 1)
         if self.position.iteration in self.plan.loop.iterations_to_skip:
             self._skip_data()

@@ -20,7 +20,7 @@ def declare() -> None:
 
 
 def register() -> list[str]:
-    """Register every kernel with torch's dispatcher. torch_npu must be imported.
+    """Register every kernel with torch's dispatcher, after torch_npu has been imported.
 
     Returns:
         The operations that this torch_npu does not define.

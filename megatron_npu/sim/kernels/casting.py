@@ -42,7 +42,7 @@ def npu_private_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def npu_format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return a copy in the plain memory format, whatever format is requested.
+    """Return a copy in the plain memory format, regardless of the requested format.
 
     torch_npu itself does the same while its private formats are disabled
     (``torch.npu.config.allow_internal_format = False``), so values and shapes match such a device.

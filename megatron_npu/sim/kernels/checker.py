@@ -145,14 +145,15 @@ def between(argument: str, least: float, most: float) -> Limit:
 
 
 def absent(argument: str) -> Limit:
-    """Require that the value is None, because the argument is reserved or not supported according to the
-    documentation.
+    """Require that the value is None, because the documentation reserves the argument or does not support
+    it.
     """
     return Limit(argument, "None", lambda a: False)
 
 
 def not_simulated(argument: str, *taken: Any) -> Limit:
-    """Require that the value is None or one of the given values, because the simulator supports no others.
+    """Require that the value is None or one of the given values, because the simulator does not support
+    others.
 
     Hardware accepts other values, but the simulator does not.
     """
@@ -161,7 +162,7 @@ def not_simulated(argument: str, *taken: Any) -> Limit:
 
 
 def required(argument: str) -> Limit:
-    """Require that a value is given, which the operation needs although the schema declares it optional."""
+    """Require a value for an argument that the schema declares optional but the operation needs."""
     return Limit(argument, "a value", lambda a: getattr(a, argument) is not None, even_none=True)
 
 

@@ -34,8 +34,8 @@ def npu_all_gather_base_mm(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather ``input`` ``[m, k]`` from all ranks to ``[world_size * m, k]``, and multiply it by ``x2`` ``[k,
-    n]``.
+    """Gather ``input`` ``[m, k]`` from all ranks into ``[world_size * m, k]``, and multiply it by ``x2``
+    ``[k, n]``.
 
     Returns:
         The product ``[world_size * m, n]``, and the gathered input, which is empty if it is not requested.
@@ -93,7 +93,7 @@ def npu_mm_all_reduce_base(
     comm_quant_mode: int = 0,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """Return the sum, over all ranks, of ``x1`` ``[..., k]`` times ``x2`` ``[k, n]``."""
+    """Return the sum over all ranks of ``x1`` ``[..., k]`` times ``x2`` ``[k, n]``."""
     product = (x1 @ x2).contiguous()
     total = torch.empty_like(product)
     _collective("AllReduce", hcom, product, total, product.numel())

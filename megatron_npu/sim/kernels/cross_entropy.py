@@ -62,7 +62,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
-    """Return 1 for targets that count and 0 for targets that are ignored."""
+    """Return 1 for each target that counts, and 0 for each target that is ignored."""
     if ignore_index < 0:
         return torch.ones(target.shape, dtype=torch.float32)
     return (target != ignore_index).float()
@@ -77,7 +77,7 @@ def npu_fused_linear_online_max_sum(
     vocab_end_index: int,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the statistics of each row, over this part of the vocabulary, that the loss requires.
+    """Return the row statistics for this part of the vocabulary that are needed to compute the loss.
 
     The statistics are each row's largest logit; its sum of exponentials and its target's logit, both relative
     to the largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte

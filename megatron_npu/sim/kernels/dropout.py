@@ -53,12 +53,12 @@ def _apply(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack booleans ``[n]`` into bytes, eight per byte, with n rounded up to a multiple of 128."""
+    """Pack booleans ``[n]`` into bytes, eight per byte, after padding n to a multiple of 128."""
     padded = torch.zeros(-(-bits.numel() // _PADDING) * _PADDING, dtype=torch.uint8)
     padded[: bits.numel()] = bits
     return (padded.view(-1, 8) * _WEIGHTS).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` booleans from bits that ``pack_bits`` has packed."""
+    """Unpack the result of ``pack_bits``, and return the first ``count`` booleans."""
     return ((packed.unsqueeze(-1) & _WEIGHTS) != 0).flatten()[:count]

@@ -76,8 +76,8 @@ def npu_grouped_matmul_list(
     act_type: int | None = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return the products as ``npu_grouped_matmul`` does, given cumulative lengths on the host in
-    ``group_list``.
+    """Return the products as ``npu_grouped_matmul`` does, for cumulative lengths that are given as a list
+    on the host.
     """
     return _by_rows(x, weight, bias, group_list, joined=split_item in (2, 3))
 

@@ -18,8 +18,8 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copy each token in ``tokens`` ``[t, h]`` for each of its experts in ``indices`` ``[t, topk]``, sorted
-    by expert.
+    """Copy each token ``[t, h]`` once for each of its experts in ``indices`` ``[t, topk]``, and sort the
+    copies by expert.
 
     ``num_out_tokens`` limits the number of rows like a slice: 0 keeps all, -n drops the last n.
     """
@@ -85,7 +85,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the input for the backward pass, which is empty if there are no probabilities."""
+    """Return the result, and the input for the backward pass, which is empty without probabilities."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -193,9 +193,7 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """Return the sum of the copies of each token, ``[t, h]``, weighted by their probabilities if these
-    are given.
-    """
+    """Return the sum of each token's copies, ``[t, h]``, weighted by probabilities if these are given."""
     copies = _copies(permuted_tokens, sorted_indices, restore_shape[0])
     if probs is not None:
         assert routing_map is not None  # by the limits
@@ -261,7 +259,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of the copies by expert, and the int32 row of each copy in that order."""
+    """Return the copies' stable order by expert, and the int32 row of each copy in that order."""
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
@@ -317,8 +315,7 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and experts (int32), each ``[t, k]``, and with ``out_flag`` all scores (fp32 ``[t,
-    e]``).
+    """Return weights and int32 experts, ``[t, k]`` each, and with ``out_flag`` all scores, fp32 ``[t, e]``.
 
     The scores are softmax (``norm_type`` 0) or sigmoid; ``bias`` affects only the selection. With groups,
     experts are selected from the ``k_group`` groups with the largest score (mode 0) or the largest sum of

@@ -13,9 +13,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_rms_norm")
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return the norm in the dtype of ``input``, and 1 / rms in fp32 with the normalized dimensions kept
-    as size 1.
-    """
+    """Return the norm in the dtype of ``input``, and the inverse root mean square in fp32."""
     x = input.float()
     rstd = torch.rsqrt(x.pow(2).mean(_normalised(input, gamma), keepdim=True) + epsilon)
     return (x * rstd * gamma.float()).to(input.dtype), rstd
@@ -36,7 +34,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``rms_norm(x1 + x2)``, its 1 / rms, and the sum ``x1 + x2``.
+    """Return the RMS norm of ``x1 + x2``, its inverse root mean square, and the sum.
 
     torch_npu defines no gradient for this operation.
     """
@@ -54,7 +52,7 @@ def npu_add_layer_norm(
     epsilon: float = 1e-5,
     additional_output: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``layer_norm(x1 + x2)``, its mean and 1 / deviation in fp32, and the sum if it is requested."""
+    """Return the layer norm of ``x1 + x2``, its fp32 mean and inverse deviation, and the sum if requested."""
     total = x1 + x2
     x, dims = total.float(), _normalised(total, gamma)
     mean = x.mean(dims, keepdim=True)
@@ -90,5 +88,5 @@ def npu_add_layer_norm_backward(
 
 
 def _normalised(input: Tensor, gamma: Tensor) -> tuple[int, ...]:
-    """Return the dimensions that are normalized, which are the last ones, as many as gamma has."""
+    """Return the normalized dimensions, which are as many of the last dimensions as gamma has."""
     return tuple(range(input.dim() - gamma.dim(), input.dim()))

@@ -1,6 +1,4 @@
-"""Draw random numbers from the device's generator that a backward kernel can regenerate from seed and
-offset.
-"""
+"""Draw random numbers that a backward kernel can regenerate from the generator's seed and offset."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ def advance() -> tuple[int, int]:
 
 
 def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
-    """Return ``count`` booleans, each True with probability ``keep_prob``, which depend only on the
-    arguments.
+    """Return ``count`` booleans, each True with probability ``keep_prob``, which depend only on seed and
+    offset.
     """
     return _uniform(seed, offset, count) < keep_prob
 

@@ -73,7 +73,7 @@ def kernel(*operations: str) -> Callable[[_Function], _Function]:
 
 
 def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a check of the limits of its operation, if there are any."""
+    """Return the function, with a check of the operation's limits if it has any."""
     table = LIMITS.get(operation)
     if table is None:
         return function
@@ -111,7 +111,7 @@ def register_all() -> list[str]:
 
 
 def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
-    """Register a kernel, and an error for host tensors, which real hardware would reject.
+    """Register a kernel, and also an error for host tensors that real hardware would reject.
 
     The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key that raises the
     error.

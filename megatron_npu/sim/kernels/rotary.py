@@ -12,8 +12,7 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Return ``input`` (4 dimensions, the last of size d) after rotation by the cosines ``r1`` and sines
-    ``r2``.
+    """Rotate ``input`` (4 dimensions, the last of size d) by the cosines ``r1`` and the sines ``r2``.
 
     As on the device, cos and sin are cast to the dtype of ``input`` before the multiplication.
     """

@@ -34,7 +34,7 @@ def npu_scaled_masked_softmax_backward(
 
 
 def _masked(x: Tensor, mask: Tensor, fixed_triu_mask: bool) -> Tensor:
-    """Return True at positions that the given mask hides or, with ``fixed_triu_mask``, above the diagonal."""
+    """Return a mask that is True where the given mask is or, with ``fixed_triu_mask``, above the diagonal."""
     if fixed_triu_mask:
         return torch.ones(x.shape[-2:], dtype=torch.bool).triu_(1)
     return mask.bool()

@@ -1,6 +1,4 @@
-"""Call the compiled ``dataset_indices.cpp``, which gives the same results as ``dataset_helpers`` in less
-time.
-"""
+"""Call the compiled ``dataset_indices.cpp``, which gives the results of ``dataset_helpers`` in less time."""
 
 from __future__ import annotations
 
@@ -220,7 +218,7 @@ def rows_of_sentences(
 
 
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Check both arrays, and return them in the form that the C++ code requires."""
+    """Check the arrays of documents and sentences, and return them in the form that the C++ code requires."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
     _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))

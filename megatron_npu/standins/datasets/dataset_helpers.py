@@ -88,7 +88,7 @@ def build_blending_indices(
     size: int,
     verbose: bool,
 ) -> None:
-    """Determine, for each of ``size`` samples, from which dataset it comes and its index in this dataset.
+    """Determine, for each of ``size`` samples, the dataset from which it comes and its index in that dataset.
 
     Each sample is taken from the dataset that is furthest behind its weight, and from the first one in a tie.
 
@@ -301,9 +301,7 @@ def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
 ) -> NDArray[np.generic]:
-    """Return the rows in an order shuffled by Fisher and Yates's method with ``std::mt19937_64(seed +
-    1)``.
-    """
+    """Return the rows in Fisher-Yates order, shuffled with ``std::mt19937_64(seed + 1)``."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)

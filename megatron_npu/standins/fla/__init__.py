@@ -1,4 +1,4 @@
-"""Stub for those parts of flash-linear-attention (``fla``) that Megatron's gated delta nets import.
+"""Stub for the parts of flash-linear-attention (``fla``) that Megatron's gated delta nets import.
 
 The kernels of ``fla`` are written in Triton; here, the same results are computed in plain torch. The stub is
 installed with ``MEGATRON_NPU_TE=local`` if the package is not installed, together with the layers under

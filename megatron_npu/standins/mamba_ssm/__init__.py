@@ -1,4 +1,4 @@
-"""Stub for those parts of mamba_ssm that Megatron's Mamba layers import for training.
+"""Stub for the parts of mamba_ssm that Megatron's Mamba layers import for training.
 
 The stub is installed with ``MEGATRON_NPU_TE=local`` if the package is not installed, together with the layers
 under TransformerEngine's names, which Mamba's specs are built on. Generation kernels are missing: upstream

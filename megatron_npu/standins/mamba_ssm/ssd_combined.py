@@ -75,8 +75,7 @@ def mamba_split_conv1d_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Compute the input ``[b, s, heads p]`` of a layer's last projection from the output of its first
-    projection.
+    """Compute the part of a Mamba-2 layer between its two projections, and return ``[b, s, heads p]``.
 
     Args:
         zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: the gate, values, b, c and steps, concatenated.

@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 
 
 class DotProductAttention(torch.nn.Module):
-    """Base class of upstream's attention wrapper, which itself cannot be instantiated.
+    """Base class of upstream's attention wrapper, which cannot be instantiated itself.
 
     Raises:
         UsageError: it is instantiated.
@@ -31,9 +31,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 class _SplitAlongDim:
-    """Stub class with the only function of it that upstream uses, which splits a tensor into views along
-    a dimension.
-    """
+    """Stub class with one function, which splits a tensor into views along a dimension."""
 
     @staticmethod
     def apply(

@@ -1,5 +1,5 @@
-"""Stub for ``transformer_engine.pytorch.distributed``: recomputation, and random states of model-parallel
-ranks.
+"""Stub for ``transformer_engine.pytorch.distributed``, with recomputation and model-parallel random
+states.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class FP8GlobalStateManager:
-    """Queries that upstream makes about the global fp8 state."""
+    """Stub for the manager of the global fp8 state, with the queries that upstream makes."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -32,7 +32,7 @@ def fp8_autocast(enabled: bool = True, **_: Any) -> AbstractContextManager[None]
 
 
 def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[None]:
-    """Return a context in which parameters are created in their ordinary precision.
+    """Return a context in which parameters are created in their own precision.
 
     Raises:
         UsageError: ``enabled`` is True.
@@ -41,5 +41,5 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[Non
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Return False and the reason why fp8 is not supported."""
+    """Return False, and the reason why fp8 is not supported."""
     return False, "the layers that megatron_npu provides under TransformerEngine's names do not support fp8"

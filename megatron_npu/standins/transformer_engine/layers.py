@@ -209,7 +209,7 @@ class Linear(TransformerEngineBaseModule):
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def take_bias(self) -> None:
-        """From now on, add the bias in the matmul, if it supports this, instead of returning the bias.
+        """Make the matmul add the bias from now on, if it supports this, instead of returning the bias.
 
         A row-parallel layer over several ranks does not do this, because its bias is added after the sum.
         """

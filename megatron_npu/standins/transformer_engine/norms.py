@@ -76,5 +76,5 @@ class LayerNorm(RMSNorm):
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state, which TransformerEngine's norms have had since version 2, from a state dict."""
+    """Remove from a state dict the extra state that TransformerEngine's norms have had since version 2."""
     state_dict.pop(f"{prefix}_extra_state", None)

@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:
-    """Raise an error that states why this precision is not supported.
+    """Raise an error that states why a low precision is not supported.
 
     Raises:
         UsageError: always.

@@ -8,7 +8,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class QuantizedTensor:
-    """Class of quantized tensors, of which no instances exist.
+    """Class of quantized tensors, which has no instances.
 
     Raises:
         UsageError: an instance is created.

@@ -224,7 +224,7 @@ def npu_fusion_attention_grad_v2(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in torch_npu's order: q, k, v, pse, query_rope, key_rope, sink."""
+    """Return the gradients in torch_npu's order: q, k, v, pse, query_rope, key_rope and sink."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -272,7 +272,7 @@ def npu_fusion_attention_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``npu_fusion_attention`` with the seed and offset as tensors, and without a mask length."""
+    """Compute ``npu_fusion_attention`` with seed and offset as tensors, and without a mask length."""
     output, maximum, total, empty, seed, offset, _ = npu_fusion_attention(
         query,
         key,
@@ -358,7 +358,7 @@ def npu_fusion_attention_grad_v3(
 def _saved(
     maximum: Tensor | None, total: Tensor | None, output: Tensor | None, seed: int, offset: int
 ) -> Saved:
-    """Return the saved tensors, which the schema declares optional but the limits require."""
+    """Return the saved tensors, which are optional in the schema but required by the limits."""
     assert maximum is not None
     assert total is not None
     assert output is not None

@@ -44,8 +44,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of attention: ``[b, n, s, d]`` tensors and, for layout TND, their rows in the original
-    tensors.
+    """A block of attention: A block of attention, with ``[b, n, s, d]`` tensors and, for layout TND,
+    their rows in the original tensors.
     """
 
     query: Tensor
@@ -83,7 +83,7 @@ def pieces(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Pi
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
-    """Return some rows of ``[t, n, d]`` as ``[1, n, s, d]``."""
+    """Return selected rows of ``[t, n, d]`` as a tensor ``[1, n, s, d]``."""
     return x[rows].transpose(0, 1).unsqueeze(0)
 
 
@@ -93,7 +93,7 @@ def _forbidden(call: Call, queries: int, keys: int, prefix: Sequence[int] | None
 
 
 def _scores(call: Call, piece: Piece) -> Tensor:
-    """Return ``scale · q·kᵀ`` after the position bias and the mask are applied, fp32 ``[b, n, sq, skv]``."""
+    """Return ``scale · q·kᵀ`` after applying the position bias and the mask, as fp32 ``[b, n, sq, skv]``."""
     groups = piece.query.size(1) // piece.key.size(1)
     scores = piece.query.float() @ piece.key.float().repeat_interleave(groups, 1).transpose(-1, -2)
     pse = 0.0 if call.pse is None else call.pse.float()
@@ -109,7 +109,8 @@ def _weights(piece: Piece) -> int:
 def _dropout(
     call: Call, blocks: Sequence[Piece], seed: int, offset: int, packed: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return the flat dropout factors (0 or 1 / keep_prob) of every block, or None without dropout.
+    """Return the dropout factors (0 or 1 / keep_prob) of every block as flat tensors, or None without
+    dropout.
 
     The factors are slices of one mask, which is generated from the seed and offset unless ``packed`` contains
     its bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
@@ -154,7 +155,7 @@ def forward(
 
 
 def _padded(statistics: Tensor, rows: int) -> Tensor:
-    """Append zeros in place of the rows of omitted sequences."""
+    """Append zeros to represent the rows of omitted sequences."""
     missing = statistics.new_zeros(rows - statistics.size(0), *statistics.shape[1:])
     return torch.cat([statistics, missing])
 
@@ -229,16 +230,14 @@ def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list
 
 
 def _as_piece(call: Call, x: Tensor, piece: Piece) -> Tensor:
-    """Return the part of a tensor in the output's layout that belongs to this block, fp32 ``[b, n, s,
-    d]``.
-    """
+    """Return this block's part of a tensor that has the output's layout, as fp32 ``[b, n, s, d]``."""
     if call.layout == "TND":
         return _rows(x, piece.query_rows).float()
     return layouts.to_bnsd(x, call.layout, call.heads).float()
 
 
 def _store(call: Call, gradients: Gradients, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of one block to the gradients of the whole tensors."""
+    """Write the gradients of one block into the gradients of the whole tensors."""
     if call.layout == "TND":
         for target, rows, grad in (
             (gradients.query, piece.query_rows, dq),
@@ -260,8 +259,8 @@ def _backward_piece(
     output: Tensor,
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key and value, ``[b, n, s, d]``, of the position bias and of the
-    sink for a block.
+    """Return one block's gradients of query, key and value, ``[b, n, s, d]``, of the position bias and of
+    the sink.
     """
     groups = piece.query.size(1) // piece.key.size(1)
     key, value = (x.float().repeat_interleave(groups, 1) for x in (piece.key, piece.value))
@@ -285,5 +284,5 @@ def _backward_piece(
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """Sum ``[b, n, s, d]`` over the heads that share a key head."""
+    """Sum a tensor ``[b, n, s, d]`` over the heads that share a key head."""
     return x.unflatten(1, (-1, groups)).sum(2)

@@ -44,7 +44,7 @@ class Sizes:
 def sizes(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, lengths: Sequence[int] | None
 ) -> Sizes:
-    """Determine the sizes from tensors, whose number of dimensions matches the layout.
+    """Determine the sizes of an attention call from its tensors and their layout.
 
     Args:
         lengths: the cumulative lengths for TND, otherwise None.
@@ -86,7 +86,7 @@ def to_bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(x: Tensor, layout: str) -> Tensor:
-    """Return a ``[b, n, s, d]`` tensor in a dense layout as a contiguous tensor."""
+    """Return a tensor ``[b, n, s, d]`` as a contiguous tensor in a dense layout."""
     if layout == "BNSD":
         return x.contiguous()
     if layout == "BSND":
@@ -96,7 +96,7 @@ def from_bnsd(x: Tensor, layout: str) -> Tensor:
 
 
 def used(ends: Sequence[int]) -> list[int]:
-    """Return the cumulative ends of sequences without trailing zeros, which stand for omitted sequences."""
+    """Return the cumulative ends of sequences without trailing zeros, which represent omitted sequences."""
     count = len(ends)
     while count and ends[count - 1] == 0:
         count -= 1
@@ -109,7 +109,7 @@ def spans(ends: Sequence[int]) -> list[slice]:
 
 
 def distance(queries: int, keys: int) -> Tensor:
-    """Return, for each pair, the position of the key minus the position of the query, both counted from 0.
+    """Return the position of each key minus the position of each query, both counted from 0.
 
     The shape is ``[queries, keys]``.
     """
@@ -117,8 +117,8 @@ def distance(queries: int, keys: int) -> Tensor:
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return True for keys that are more than ``before`` positions before, or ``after`` positions after,
-    their query.
+    """Return a mask that is True for keys more than ``before`` positions behind their query, or ``after``
+    ahead of it.
 
     Args:
         anchor: the position of the first query among the keys: with 0, positions are counted from the top
@@ -146,8 +146,8 @@ def forbidden(
     after: int,
     prefix: Sequence[int] | None,
 ) -> Tensor | None:
-    """Return a mask, broadcastable to ``[b, n, queries, keys]``, that is True for masked pairs, or None if no
-    pair is masked.
+    """Return a mask that broadcasts to ``[b, n, queries, keys]`` and is True for masked pairs, or None if
+    there are none.
 
     In modes 0, 1 and 5, the given mask alone decides (the limits require that it covers everything outside
     the band). A two-dimensional mask for several sequences starts at the top left corner of each sequence.
@@ -167,7 +167,7 @@ def forbidden(
 
 
 def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
-    """Join the statistics ``[n, s, 8]`` of the sequences in layout TND to ``[t, n, 8]``, as on the device.
+    """Join the statistics ``[n, s, 8]`` of sequences in layout TND into ``[t, n, 8]``, the device's format.
 
     Unless ``softmax_layout`` is TND, the device writes each sequence as ``[n, s, 8]``, so the memory of the
     tensor with shape ``[t, n, 8]`` is ordered by head within each sequence.

@@ -24,7 +24,7 @@ def npu_ring_attention_update(
     input_layout: str = "SBH",
     input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge two attention results over different keys: return the output and the softmax maximum and sum.
+    """Merge two attention results over different keys, and return the output and the softmax maximum and sum.
 
     Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``. For TND,
     they are ordered by head within each sequence unless ``input_softmax_layout`` is TND.
@@ -44,7 +44,7 @@ def npu_ring_attention_update(
 
 
 def _share_sbh(share: Tensor, attention: Tensor) -> Tensor:
-    """Expand factors ``[b, n, s, 8]`` to the layout ``[s, b, h]``."""
+    """Expand factors ``[b, n, s, 8]`` to ``[s, b, h]``."""
     width = attention.size(2) // share.size(1)
     return share[..., 0].permute(2, 0, 1).repeat_interleave(width, dim=2)
 

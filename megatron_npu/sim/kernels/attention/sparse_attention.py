@@ -1,5 +1,5 @@
-"""Define reference kernels for DeepSeek's sparse attention, in which many heads attend to selected rows
-of one latent key.
+"""Define reference kernels for DeepSeek's sparse attention of many heads to selected rows of one latent
+key.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ def _scores(
 
 
 def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return the selected rows of ``[b, t, 1, d]`` as fp32 ``[b, s, k, d]``."""
+    """Return the selected rows of a tensor ``[b, t, 1, d]`` as fp32 ``[b, s, k, d]``."""
     chosen = indices[:, :, 0].long().clamp(min=0)
     batch = torch.arange(tensor.size(0))[:, None, None]
     return tensor[:, :, 0].float()[batch, chosen]
 
 
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-    """Return zeros ``[b, t, 1, d]`` to which ``[b, s, k, d]`` is added in the selected rows.
+    """Add the rows ``[b, s, k, d]`` to zeros at the selected positions, and return the result.
 
     Entries without a row are zero.
     """

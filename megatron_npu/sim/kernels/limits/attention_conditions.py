@@ -24,7 +24,7 @@ def layout_of(a: SimpleNamespace) -> str:
 
 
 def _ends(value: object) -> list[int]:
-    """Return cumulative lengths, given as a list or a tensor, as a list; None gives an empty list."""
+    """Return cumulative lengths from a list or a tensor as a list, or an empty list for None."""
     return [] if value is None else [int(end) for end in value]  # type: ignore[attr-defined]
 
 
@@ -37,7 +37,7 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return the numbers of queries and keys of every sequence, as pairs.
+    """Return a pair (number of queries, number of keys) for every sequence.
 
     For a dense layout, one entry covers the whole batch.
     """

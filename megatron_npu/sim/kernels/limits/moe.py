@@ -115,7 +115,7 @@ def _probabilities_dtype(tokens: str) -> Limit:
 
 
 def _copies(a: SimpleNamespace) -> int:
-    """Return the number of experts per token, which follows from the number of output tokens."""
+    """Return the number of experts per token that follows from the number of output tokens."""
     tokens = a.tokens.size(0)
     return (tokens if a.num_out_tokens is None else a.num_out_tokens) // max(1, tokens)
 
