@@ -266,7 +266,7 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
 
 
 def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
-    """Try to import an upstream module, and return the reason for a failure or None.
+    """Try to import an upstream module, and return the reason if this fails, or None.
 
     Raises:
         UsageError: the module does not exist, and the user has asked for it.

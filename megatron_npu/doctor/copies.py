@@ -17,8 +17,8 @@ _NAME = "megatron_npu"
 
 
 def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the copy in use, how it was installed, and what ``import megatron_npu`` would find from
-    ``here``.
+    """Return the copy of this package in use, how it was installed, and which copy a script in ``here`` would
+    import.
 
     Args:
         here: the folder in which scripts are started (default: the working directory).

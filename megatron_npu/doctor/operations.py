@@ -62,7 +62,7 @@ def _plain_dropout_error(make: Make) -> float:
 
 
 def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
-    """Return the largest error of values kept by dropout, ``residual + x / 0.75``, and of dropped values.
+    """Return the largest error of a dropout result, in which each value must be kept or dropped.
 
     Raises:
         ArithmeticError: the fraction of dropped values is not the requested 0.25.

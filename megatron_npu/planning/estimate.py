@@ -24,7 +24,7 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """The estimates for one layout of one model, computed with closed formulas.
+    """The estimated duration of one iteration in seconds.
 
     Attributes:
         computing: the time for the operations of a stage, averaged over the stages.
@@ -47,7 +47,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimates, by closed formulas, for one layout of one model.
+    """The estimates for one layout of one model, computed with closed formulas.
 
     Attributes:
         per_node: the number of devices per machine.

@@ -48,7 +48,7 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing when the signal arrives; another thread prints the stacks.
+    """Do nothing when the signal arrives, because ``faulthandler`` prints the stacks.
 
     ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed.
     """

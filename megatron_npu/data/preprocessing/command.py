@@ -241,7 +241,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return the settings for the workers, after trying them once in this process.
+    """Return the settings for the workers, after checking that they work in this process.
 
     Raises:
         UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is

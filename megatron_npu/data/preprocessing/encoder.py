@@ -76,7 +76,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Result:
-    """A cache that maps words to their tokens in bytes.
+    """The result of encoding one batch.
 
     The result contains an ``Encoded`` object per key, the number of documents, the number of bytes of text
     and of bytes on disk, and the skipped rows.

@@ -52,7 +52,7 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Generator of texts with a model that is in the memory of one or several processes.
+    """Generates texts with a model that is in the memory of one or several processes.
 
     All layouts are supported: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
     rank must create a Sampler and call ``sample`` with the same arguments. All ranks, including data-parallel

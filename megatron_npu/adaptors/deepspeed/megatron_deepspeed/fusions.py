@@ -58,8 +58,8 @@ constant(
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Apply rotary embedding to ``[sq, b * n, d]`` and ``[sk, b * n, d]``, using rows of the tables ``[s,
-    1, d]`` from ``offset`` on.
+    """Apply rotary embedding to ``[sq, b * n, d]`` and ``[sk, b * n, d]`` at the positions from
+    ``offset`` on.
     """
     return _turn(q, cos, sin, offset), _turn(k, cos, sin, offset)
 

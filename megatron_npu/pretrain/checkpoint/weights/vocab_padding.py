@@ -20,7 +20,7 @@ from megatron_npu.pretrain.model.gpt import unwrap
 
 
 def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the row ``[h]`` with which the vocabulary is padded, the mean of its rows in fp32.
+    """Return the row ``[h]`` with which the vocabulary is padded, which is the mean of its rows in fp32.
 
     Args:
         rows: [rows, h], this process's rows that represent tokens; may be empty.
