@@ -45,8 +45,8 @@ def no_processes() -> UsageError:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that the host has no memory left or that this process has reached its
-    limit.
+    """Return True if an error means that the host has run out of memory or that this process has reached
+    its limit.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -65,8 +65,7 @@ def is_device(path: str | Path) -> bool:
 
 
 def lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, as editors and JSON
-    do.
+    """Split a UTF-8 text into lines at line feeds and carriage returns only, as editors and JSON do.
 
     ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
     """

@@ -305,9 +305,7 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that wrote a shard of a torch_dist checkpoint, as stated in the shard's file name,
-    or None.
-    """
+    """Return the rank that wrote a shard of a torch_dist checkpoint, given the shard's file name, or None."""
     number = path.name.removeprefix("__").split("_")[0]
     return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
 

@@ -1,4 +1,5 @@
-"""Read the checkpoint of a hybrid model into a GPT model, in which one layer corresponds to two in the file.
+"""Read the checkpoint of a hybrid model into a GPT model, where one GPT layer corresponds to two hybrid
+layers.
 
 Megatron-LM deprecates ``GPTModel`` in favor of ``HybridModel``, whose layer pattern ``*-*-`` (``*E*E`` with
 experts) computes the same as a GPT with two layers. The hybrid stores the attention of layer *i* in its layer

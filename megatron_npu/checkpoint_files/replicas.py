@@ -79,9 +79,7 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return a 16-byte digest of all bits of a tensor, which may have any shape and dtype and be on any
-    device.
-    """
+    """Return a 16-byte digest of all bits of a tensor of any shape and dtype on any device."""
     import xxhash
 
     host: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

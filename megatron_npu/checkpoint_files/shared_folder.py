@@ -57,7 +57,8 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
 
 
 def views(folder: Path) -> list[tuple[bool, str]]:
-    """Return, for each rank, whether it sees a file that rank 0 creates in a folder, and its host name.
+    """Return, for each rank, whether it sees a file that rank 0 creates in a folder, and the name of its
+    host.
 
     All ranks must call this. The list is empty if there is one rank, or if rank 0 cannot create the file.
     """

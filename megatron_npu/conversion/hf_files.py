@@ -65,9 +65,7 @@ class Source:
         self._files = {name: file for file in _files(folder) for name in self._content(file).keys()}  # noqa: SIM118
 
     def _content(self, file: Path) -> Any:
-        """Return the content of a file, which is a dict or an open safetensors reader, whose ``keys()``
-        are its names.
-        """
+        """Return the content of a file: a dict of tensors, or an open safetensors reader."""
         if file not in self._open:
             self._open[file] = _unpickled(file) if file.suffix == ".bin" else _opened(file)
         return self._open[file]

@@ -112,18 +112,14 @@ class Heads:
         return self.to_hf(query), self.to_hf(key), value
 
     def to_megatron(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of the weights of queries or keys, [heads·hn, …], for Megatron's rotary
-        embedding.
-        """
+        """Reorder the weight rows of queries or keys, [heads·hn, …], for Megatron's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
         return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2).flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of the weights of queries or keys, [heads·hn, …], for Hugging Face's rotary
-        embedding.
-        """
+        """Reorder the weight rows of queries or keys, [heads·hn, …], for Hugging Face's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])

@@ -124,9 +124,7 @@ def stored_dtype(found: Weights) -> torch.dtype:
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the number of bytes that a conversion needs: the size of all weights plus twice that of the
-    largest one.
-    """
+    """Return the number of bytes that a conversion needs: all weights plus twice the largest weight."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 

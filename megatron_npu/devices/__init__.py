@@ -1,4 +1,4 @@
-"""Select the device of this process once: that of ``MEGATRON_NPU_DEVICE``, or the first available device."""
+"""Select the device of this process once, from ``MEGATRON_NPU_DEVICE`` or as the first available device."""
 
 from __future__ import annotations
 

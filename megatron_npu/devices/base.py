@@ -143,7 +143,7 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the bytes of device memory that are in use, that are reserved, and that were in use at
+        """Return the device memory, in bytes, that is in use, that is reserved, and that was in use at
         the peak.
         """
 

@@ -1,4 +1,4 @@
-"""Implement the CPU as a device, with gloo, a separate random generator, and resident memory as device
+"""Implement the CPU as a device, using gloo, a separate random generator, and resident memory as device
 memory.
 """
 

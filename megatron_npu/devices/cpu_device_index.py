@@ -10,7 +10,7 @@ import torch
 
 
 def _on_index(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a method that behaves like that of ``int`` and overrides the one inherited from ``str``."""
+    """Return a method that behaves as in ``int`` and overrides the method inherited from ``str``."""
 
     def method(self: CpuDeviceIndex, other: Any) -> Any:
         return operation(int(self), int(other) if isinstance(other, CpuDeviceIndex) else other)

@@ -20,7 +20,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size in MiB of a group's HCCL buffer according to the group's options, or None if it is
+    """Return the size in MiB of a group's HCCL buffer, as set in the group's options, or None if it is
     not set.
     """
     options = _options_of(group)

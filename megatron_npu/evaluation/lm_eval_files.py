@@ -1,5 +1,4 @@
-"""Check the files of an lm-eval run: results must be writable, and other users must not be able to change
-caches.
+"""Check that results of an lm-eval run can be written, and that no other user can change its caches.
 
 The results are checked because lm-eval only warns if it cannot write them, and still ends with exit code 0.
 The caches are checked because they are pickles, which execute code when they are read.

@@ -14,7 +14,7 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound for the bytes of model states and activations on the rank that needs the most
+    """Return a lower bound, in bytes, for the model states and activations on the rank that needs the most
     memory.
 
     Args:

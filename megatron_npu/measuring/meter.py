@@ -24,7 +24,7 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 
 @dataclass
 class Meter:
-    """Meter that measures the step times and the memory of one rank.
+    """Measures the step times and the memory of one rank.
 
     On NPU and CUDA, the memory is the peak of the device's allocator. On a CPU, it is the peak of the
     resident set minus its size before the model was built, so Python and its packages do not count. The peak

@@ -1,5 +1,4 @@
-"""Cache computed values on the tensor or object that they are computed from, or by the arguments of a
-function.
+"""Cache computed values on the tensors or objects that they are computed from, or by function arguments.
 
 Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor created
 in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such

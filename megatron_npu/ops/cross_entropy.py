@@ -175,8 +175,8 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else t
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return token ids relative to this rank's part of the vocabulary (0 if outside it), and a mask of
-    the ids outside it.
+    """Return token ids relative to this rank's part of the vocabulary, and a mask of the ids outside this
+    part.
     """
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)

@@ -48,8 +48,8 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the rows of this rank's part of the table for the given ids, and a mask of the ids outside this
-    part.
+    """Return row numbers of the given ids in this rank's part of the table, and a mask of the ids outside
+    this part.
 
     The mask is None if there are no such ids.
     """

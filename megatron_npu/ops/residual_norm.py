@@ -1,6 +1,4 @@
-"""Add a residual and compute the layer norm or RMS norm of the sum, in one operation that returns the sum
-and its norm.
-"""
+"""Add a residual, compute the layer norm or RMS norm of the sum, and return both the sum and its norm."""
 
 from __future__ import annotations
 
@@ -258,8 +256,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Compute RMS norm of a residual sum with ``npu_add_rms_norm``, and its gradient with that of
-    ``npu_rms_norm``.
+    """Compute RMS norm of a residual sum with ``npu_add_rms_norm``, and its gradient as for ``npu_rms_norm``.
 
     torch_npu has no gradient for the fused kernel.
     """

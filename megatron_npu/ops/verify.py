@@ -299,7 +299,7 @@ def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
 
 
 class _BadOutput:
-    """Recorder of the first module with a non-finite output since the last call of ``forget_bad_output``."""
+    """Records the first module with a non-finite output since the last call of ``forget_bad_output``."""
 
     def __init__(self) -> None:
         self.where: str | None = None

@@ -51,7 +51,7 @@ def bindings(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _binding(node: ast.stmt, name: str) -> ast.stmt | None:
-    """Return ``node`` if it binds ``name`` (reduced to this name if it is an import), and None otherwise."""
+    """Return ``node``, reduced to one name if it is an import, if it binds ``name``, and None otherwise."""
     if isinstance(node, SCOPES):
         return node if node.name == name else None
     if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -196,7 +196,7 @@ def _reject_pages(options: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _DryRuns:
-    """Runner of the first and last ranks of layouts, and of every stage if the order of passes is not yet
+    """Runs the first and last ranks of layouts, and ranks of every stage if the order of passes is not yet
     known.
 
     Attributes:

@@ -171,8 +171,8 @@ class Estimate:
         return 2 * forward + again, sent * (2 if layout.recomputed == "full" else 1) + staged
 
     def _chunk(self, is_last: bool) -> tuple[float, float, float]:
-        """Return the time in seconds for a chunk's forward pass, and how much of it is for attention and for
-        logits.
+        """Return the time in seconds for a chunk's forward pass, and how much of it attention and logits
+        take.
 
         Args:
             is_last: whether it is the model's last chunk, which has the output layer.
@@ -220,8 +220,8 @@ class Estimate:
         return self.layout.tensor * self.layout.context * self.layout.data
 
     def _ring(self, ranks: int, apart: int) -> float:
-        """Return the time per byte, in seconds, for passing a tensor once around a ring of ranks at
-        distance ``apart``.
+        """Return the time in seconds per byte for passing a tensor around a ring of ranks at distance
+        ``apart``.
         """
         if ranks == 1:
             return 0.0

@@ -53,7 +53,7 @@ def found(
     job: Job, needed: Callable[[Job], int | None], memory: int
 ) -> tuple[tuple[list[str], int] | None, list[str]]:
     """Return the first flags with which a job fits, the number of bytes that it then needs, and all flags
-    tried.
+    that were tried.
 
     Args:
         needed: returns the bytes that the rank with the highest peak needs, or None if the job cannot train.

@@ -106,7 +106,7 @@ class Search:
         return found, self._lines(found, len(kept), count)
 
     def _next(self, left: list[Estimate], found: list[Found]) -> int:
-        """Return the index of the fastest layout that may still fit, or otherwise of the layout with the
+        """Return the index of the fastest layout that may still fit, or else of the layout that needs the
         least memory.
 
         Closed forms do not count communication buffers: what the dry runs needed above their estimates, the

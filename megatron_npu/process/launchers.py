@@ -195,7 +195,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task of this process if MPICH's or Intel's mpiexec started it, or else None."""
+    """Return the MPI task of this process if MPICH's or Intel's mpiexec started it, or None if not."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)

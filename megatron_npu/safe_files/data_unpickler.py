@@ -23,8 +23,8 @@ class DataUnpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]  # takes as much memory as the file says; nobody writes one
 
     def check_change(self, made: Any) -> None:
-        """Raise an error unless this file has created ``made``, because a file may set the state of its
-        own objects only.
+        """Raise an error unless this file has created ``made``, because it may set only the state of its
+        own objects.
         """
         raise NotImplementedError
 

@@ -202,7 +202,7 @@ class Completion:
 
 
 class Offsets:
-    """Converter of token indices to positions, in characters, in the text that follows a prompt.
+    """Computes the positions, in characters, of the tokens that follow a prompt.
 
     Args:
         tokenizer: the tokenizer of the model.

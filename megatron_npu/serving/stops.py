@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Detector of the first stop string that occurs in a text.
+    """Detects the first stop string that occurs in a text.
 
     Args:
         stops: non-empty strings.

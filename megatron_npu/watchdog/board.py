@@ -46,7 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return True if this process, as far as ``own`` can determine, is still able to react.
+        """Return True if this process is still able to react, as seen from the process ``own``.
 
         A process on another machine counts as reacting.
         """

@@ -17,7 +17,7 @@ _WAKE = 0  # no signal has this number
 
 
 class Deaths:
-    """Waiter for the end of processes, for signals, and for a wake-up by another thread.
+    """Waits until a process ends, a signal arrives, or another thread ends the wait.
 
     Attributes:
         gone: the watched processes that had already ended.

@@ -24,7 +24,7 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Detector of work in other threads or child processes, based on CPU time since the previous call.
+    """Detects work in other threads or child processes, from the CPU time used since the previous call.
 
     This method is called about once a second, and only while the main thread stands still, because searching
     for children costs milliseconds on a machine with many processes.

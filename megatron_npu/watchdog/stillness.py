@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Checker of the main thread's position, about once per second.
+    """Checks the position of the main thread about once per second.
 
     Args:
         limit: the maximum number of seconds without progress.

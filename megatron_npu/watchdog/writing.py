@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Detector of progress in a save, based on the number of bytes written since the last progress."""
+    """Detects progress in a save from the number of bytes written since the last progress."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0

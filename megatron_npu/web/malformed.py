@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 class WithoutTraceback:
-    """Filter that drops responses to requests that uvicorn has already rejected, such as one with a malformed
-    chunk.
+    """Drops responses to requests that uvicorn has already rejected, such as one with a malformed chunk.
 
     uvicorn itself sends status 400 then, and the application's response would raise an error.
 

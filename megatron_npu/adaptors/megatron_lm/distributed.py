@@ -11,7 +11,7 @@ from megatron_npu.adaptors.shared import gradients
 
 @around("megatron.model.distributed:DistributedDataParallel._make_param_hook", why=gradients.WHY)
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Add gradients of vectors at the end of the backward pass, and update only those table rows that
+    """Add the gradients of vectors at the end of the backward pass, and update only the table rows that
     were read.
     """
     if param.dim() != 1:

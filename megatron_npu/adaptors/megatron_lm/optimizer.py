@@ -33,7 +33,7 @@ for _target in (
     why="upstream reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
 def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Provide a method under its old name during the call, and then replace the buffers with views of the
+    """Provide a method under its old name during the call, and afterwards make the buffers views of the
     same memory.
     """
     with _untyped_storage_by_its_old_name():

@@ -1,4 +1,4 @@
-"""Patch the start of a run: initialization, the kernels, which are not compiled, and a log line before
+"""Patch the start of a run: initialization, kernel compilation, which is skipped, and a log line before
 the first step.
 """
 

@@ -42,7 +42,7 @@ def theirs(model: Any, args: Flags) -> Tensor | None:
 
 
 def difference(gpt: Any, args: Flags, theirs: Tensor) -> float:
-    """Return the largest difference between the given cosines and sines and those of a GPTModel.
+    """Return the largest difference between the given cosines and sines and those that a GPTModel uses.
 
     Args:
         gpt: the model, on its device.

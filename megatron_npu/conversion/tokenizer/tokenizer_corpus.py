@@ -1,4 +1,6 @@
-"""Provide texts for comparing tokenizers, with various scripts, numbers, spaces, code and special tokens."""
+"""Provide texts for comparing tokenizers, including various scripts, numbers, spaces, code and special
+tokens.
+"""
 
 from __future__ import annotations
 

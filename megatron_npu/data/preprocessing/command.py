@@ -271,7 +271,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """Display of the progress, which is a bar on a terminal and log lines at regular intervals otherwise."""
+    """Display of the progress, as a bar on a terminal or as log lines at regular intervals."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval

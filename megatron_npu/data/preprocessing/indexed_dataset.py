@@ -238,8 +238,8 @@ def sequence_lengths(prefix: str | Path) -> np.ndarray:
 
 
 def document_boundaries(prefix: str | Path) -> np.ndarray:
-    """Return the index of the first sequence of each document of a valid dataset, and S, as a
-    memory-mapped [D] int64 array.
+    """Return the first sequence of each document of a valid dataset, with the number of sequences as the
+    last entry.
     """
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, boundaries = _read_header(Path(path))
@@ -254,8 +254,8 @@ def _require(path: Path, found: int, expected: int, what: str) -> None:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return the token dtype, S and D (the numbers of sequences and documents), after checking the size
-    of the file.
+    """Return the token dtype and the numbers of sequences and documents, after checking the size of the
+    index file.
     """
     with open(path, "rb") as stream:
         head = stream.read(HEADER.size)

@@ -38,7 +38,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def batch(path: str, key: str) -> Batch:
-    """Return a whole file as one JSON line, with the text, without a UTF-8 byte-order mark, under ``key``.
+    """Return a whole file as one JSON line that contains the text under ``key``, without a byte-order mark.
 
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.

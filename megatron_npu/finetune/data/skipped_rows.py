@@ -142,8 +142,8 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads the rows of a file, or None for formats whose rows cannot be malformed
-    individually.
+    """Return a function that reads a file's rows, or None for formats in which single rows cannot be
+    malformed.
     """
     if path.suffix in _SEPARATORS:
         return _of_a_table

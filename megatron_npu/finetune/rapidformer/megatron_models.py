@@ -278,7 +278,7 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
 
 
 class _Counts:
-    """Iterator over batches that counts the labels over which the loss is averaged.
+    """Iterator over batches that also counts the labels over which the loss is averaged.
 
     Args:
         template: the template, whose ``label_counts`` returns the number of labels in a batch.
@@ -303,8 +303,8 @@ class _Counts:
         return batch
 
     def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss summed over the labels, the number of labels (int32), and both for the log, ``[2]``
-        fp32.
+        """Return the loss summed over the labels, the number of labels (int32), and both values for the log,
+        ``[2]`` fp32.
 
         megatron-core divides the gradients by the label count of all micro-batches and ranks.
         """

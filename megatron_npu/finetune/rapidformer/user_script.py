@@ -104,7 +104,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if the user's code raised the error, or else the error itself."""
+    """Return a one-line error if the user's code raised the error, or the original error if not."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error

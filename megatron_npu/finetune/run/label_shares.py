@@ -72,9 +72,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch, which is the size of its first tensor, or 1 without
-    tensors.
-    """
+    """Return the number of samples in a batch: the size of its first tensor, or 1 if it has no tensors."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     if isinstance(batch, Mapping):
@@ -181,8 +179,8 @@ class MicroBatches:
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]
 
     def counted(self) -> Counts:
-        """Return the number of labels in the batches read since the last call, or 1 if there were no
-        batches.
+        """Return the number of labels in the batches read since the last call, or 1 if no batches were
+        read.
         """
         counts, self._taken = _sums(self._taken), []
         return counts

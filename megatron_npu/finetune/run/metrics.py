@@ -28,7 +28,7 @@ GLUE = {
 def classification(
     predictions: np.ndarray, references: np.ndarray, glue: str | None = None, *, classes: int
 ) -> dict[str, float]:
-    """Return accuracy, F1 and Matthews' correlation or, for a GLUE task, GLUE's metrics for the task.
+    """Return accuracy, F1 and Matthews' correlation, or GLUE's own metrics if a GLUE task is given.
 
     With more than two classes, the F1 is the mean over the classes, ``f1_macro``.
 

@@ -72,9 +72,7 @@ class BlocksOfText(Task):
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the ``loss`` of each example, summed over its labels, and its number of labels,
-        ``counted``.
-        """
+        """Return the summed loss of each example (``loss``) and its number of labels (``counted``)."""
         raise NotImplementedError
 
 

@@ -133,8 +133,7 @@ class SequenceClassification(Task):
 def columns_of_texts(
     there: Mapping[str, Collection[str]], label: str, said: Collection[tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """Return the name of the column with the texts to classify, and the name of the column of second texts or
-    None.
+    """Return the names of two columns: that of the texts to classify, and that of the second texts or None.
 
     Args:
         there: the columns of each split.

@@ -81,7 +81,7 @@ class Task(Declaration):
         return {}
 
     def require_columns(self) -> None:
-        """Check that the columns contain values of the required types.
+        """Check that the columns exist and contain text in every row.
 
         Raises:
             UsageError: a column is missing or has no text, or a row has no text.

@@ -11,7 +11,7 @@ _WINDOW = 8  # tokens that are decoded again with a new one: what joins or separ
 
 
 class GrowingText:
-    """Decoder that converts the text generated after a prompt from tokens to characters, one token at a time.
+    """Decodes the text that follows a prompt, one token at a time.
 
     A single token cannot be decoded on its own: a character may consist of several tokens, and some
     tokenizers insert spaces between two tokens. Therefore, the last few tokens are decoded together, once

@@ -1,5 +1,5 @@
-"""Compute attention on the CPU, with torch's flash kernel if it supports the call and is faster, or else
-in tiles.
+"""Compute attention on the CPU: with torch's flash kernel if it supports the call and is faster,
+otherwise in tiles.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compute attention on CUDA with cuDNN, flash-attn, torch's SDPA or, for windows and packed sequences,
-FlexAttention.
+"""Compute attention on CUDA with cuDNN, flash-attn or SDPA, or with FlexAttention for windows and packed
+sequences.
 
 On Hopper and later GPUs, cuDNN's kernel is the fastest for the calls that it supports: causal or full
 attention in 16 bits.

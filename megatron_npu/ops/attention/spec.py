@@ -101,8 +101,8 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if kernels without window support can compute the segment, that is, without a mask or with
-        a square causal mask.
+        """True if kernels without window support can compute the segment, because its mask is square and
+        causal or absent.
         """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
@@ -209,8 +209,8 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return the window that all segments share, counted from the last query at the last key, or None if
-    windows differ.
+    """Return the window, counted from the last query at the last key, that all segments share, or None if
+    they differ.
 
     flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band lies
     entirely on one side of that diagonal.

@@ -158,9 +158,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
-    """Return True if the kernel of ``accumulate`` supports the tensors: a plain fp32 total and a bf16
-    part of the same shape.
-    """
+    """Return True if ``accumulate`` has a kernel for a plain fp32 total and a bf16 part of the same shape."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
     return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

@@ -49,8 +49,8 @@ def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a block of the vocabulary, ``[t, 1]`` (0 if outside), and a mask of
-    targets inside.
+    """Return each target's column in a block of the vocabulary, ``[t, 1]``, and a mask of the targets in
+    the block.
     """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
@@ -141,9 +141,7 @@ class Gradients:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of rows, weight and bias, in the dtypes of hidden states, weight and bias,
-        respectively.
-        """
+        """Return the gradients of rows, weight and bias, each in the dtype of the tensor it belongs to."""
         if self.d_rows is None:
             return None, self.d_weight, self.d_bias
         return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight, self.d_bias

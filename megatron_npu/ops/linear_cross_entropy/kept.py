@@ -1,5 +1,5 @@
-"""Save exponentials of the logits for the backward pass, so that each block of the vocabulary needs only
-two matmuls.
+"""Save exponentials of the logits for the backward pass, which then needs only two matmuls per block of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each block of the vocabulary, the tokens with targets in the block, and the columns of the
+    """Return, for each block of the vocabulary, the tokens whose targets are in it and the columns of these
     targets.
 
     Args:

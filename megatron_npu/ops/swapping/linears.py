@@ -41,9 +41,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def _is_conv1d(module: Any, weight: Tensor) -> bool:
-    """Return True if a test shows that a module computes a linear layer with a transposed weight, as in
-    GPT-2.
-    """
+    """Return True if a test shows that a module is a linear layer with a transposed weight, as in GPT-2."""
     if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
         return False
     bias = getattr(module, "bias", None)
@@ -79,7 +77,7 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
-    """Return True if torch should compute the layer, because it is on another device or our operation is
+    """Return True if torch should compute the layer, because of its device or because our operation is
     not faster.
     """
     in_graph = torch.compiler.is_compiling()

@@ -133,7 +133,8 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` with our operation if it supports the call, or else with ``theirs``.
+    """Compute ``F.cross_entropy`` with our operation if possible, and otherwise with the original function
+    ``theirs``.
 
     The result has the dtype of torch's result.
     """

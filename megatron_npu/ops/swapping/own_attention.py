@@ -154,7 +154,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` with our operation if it supports the call, or else with
+    """Compute attention with our operation if possible, and otherwise with the original function
     ``theirs``.
     """
     forbidden = (

@@ -51,9 +51,7 @@ class Notes:
 
 
 class _Watch:
-    """Recorder of the places where peak memory rises, at the beginning and end of modules and optimizer
-    calls.
-    """
+    """Records where peak memory rises, at the beginning and end of modules and optimizer calls."""
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -148,7 +146,7 @@ class _Watch:
 
 
 class _Order:
-    """Recorder of the order of passes through the model chunks of a stage.
+    """Records the order of passes through the model chunks of a stage.
 
     Chunks are numbered as they first run.
     """

@@ -38,9 +38,7 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple of an even share, with which each token goes to as many of this rank's
-        experts as possible.
-        """
+        """The largest multiple of an even share of tokens that this rank's experts can receive."""
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))

@@ -25,7 +25,7 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Return the model's vocabulary size, which is the tokenizer's or, if larger, that of --vocab-size.
+    """Return the model's vocabulary size, which is the tokenizer's or, if larger, the value of --vocab-size.
 
     Raises:
         UsageError: ``--vocab-size`` is smaller than the tokenizer's number of tokens.

@@ -387,9 +387,7 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return True if this rank is the one that counts an expert's weight, of which several ranks may have
-    a copy.
-    """
+    """Return True if this rank counts an expert's weight, of which several ranks may have a copy."""
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

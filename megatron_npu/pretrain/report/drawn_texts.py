@@ -24,7 +24,7 @@ class Text(NamedTuple):
 
 
 class Samples:
-    """Generator of sample texts for the same prompts at intervals during a run.
+    """Generates sample texts for the same prompts at intervals during a run.
 
     Args:
         flags: the prompts, and how they are continued.

@@ -146,7 +146,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reader of the file that ``log.Log`` writes, including lines that are added later.
+    """Reads the file that ``log.Log`` writes, including lines that are added later.
 
     Args:
         path: the file; it may not exist yet.

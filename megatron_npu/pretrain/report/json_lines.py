@@ -12,7 +12,7 @@ from megatron_npu.base import files
 
 
 class JsonLines:
-    """Writer that appends events to a JSON-lines file.
+    """Appends events to a JSON-lines file.
 
     Args:
         path: the file, which may exist already. If None, nothing is written.

@@ -68,7 +68,7 @@ class Replay(Iterator[Any]):
 
 
 class Guard:
-    """Checker that examines each iteration before its weight update.
+    """Checks each iteration before its weight update.
 
     Without the two flags, this has no effect and no cost.
 

@@ -22,7 +22,7 @@ class DivergedError(RuntimeError):
 
 
 class Spikes:
-    """Detector of loss spikes, which compares each loss with the previous losses.
+    """Detects loss spikes by comparing each loss with the previous losses.
 
     The caller decides how to react.
     """
@@ -70,7 +70,7 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Detector of the first module in a step whose output is not finite.
+    """Detects the first module in a step whose output is not finite.
 
     The search is enabled only in verify mode, because each check synchronizes the device.
     """

@@ -28,7 +28,7 @@ class _TimeIsUpError(Exception):
 
 
 class Evaluation:
-    """Evaluator of a model, which does not affect the random generators or the training data.
+    """Evaluates a model without affecting the random generators or the training data.
 
     Args:
         plan: the plan of the run.

@@ -122,7 +122,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_numbers_of_device(flags: Flags) -> str:
-    """Return a log line if the run uses random numbers that a CPU run would not reproduce, or an empty
+    """Return a log line if the run uses random numbers that a CPU run would not reproduce, otherwise an empty
     string.
 
     A device's generator gives other numbers than a CPU's for the same seed, so that two runs that differ in

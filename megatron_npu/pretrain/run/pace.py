@@ -51,7 +51,7 @@ class _Stretch:
 
 
 class Pace:
-    """Detector of slow steps, which compares the steps of a run with their median.
+    """Detects slow steps by comparing the steps of a run with their median.
 
     A report is made each time they become slower.
 

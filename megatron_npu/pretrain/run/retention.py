@@ -13,7 +13,7 @@ from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 
 
 class Retention:
-    """Remover of checkpoints that need not be kept, on rank 0.
+    """Removes checkpoints that need not be kept, on rank 0.
 
     With --save-per-machine, one rank of each machine removes them.
 

@@ -16,7 +16,7 @@ from megatron_npu.pretrain.run.retention import Retention
 
 
 class Saving:
-    """Writer of the checkpoints in the ``--save`` folder.
+    """Writes checkpoints to the ``--save`` folder.
 
     When used as a context manager, it abandons an unfinished checkpoint if the block raises an error.
 

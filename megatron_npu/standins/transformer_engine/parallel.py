@@ -84,7 +84,7 @@ def _product(
 
 
 def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return those of the given options that a function accepts.
+    """Return the given options that a function accepts.
 
     Functions of 0.12 support only one tensor-parallel group.
     """

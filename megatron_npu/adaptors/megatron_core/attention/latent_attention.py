@@ -85,8 +85,8 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide ``qk_layernorm`` from upstream, which would otherwise assume that these norms process single
-    heads.
+    """Hide ``qk_layernorm`` from upstream, which would otherwise assume that the norms of latents process
+    single heads.
     """
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)

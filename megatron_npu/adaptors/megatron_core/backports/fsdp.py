@@ -38,7 +38,7 @@ def name_layers_globally(
 
 
 def _numbers(model: Any) -> dict[tuple[str, int], int]:
-    """Return the index of each layer in the whole model, keyed by block and by the layer's number in this
+    """Return each layer's index in the whole model, keyed by block and by the layer's number in this
     stage.
     """
     numbers = {}

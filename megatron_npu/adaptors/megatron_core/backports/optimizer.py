@@ -55,8 +55,8 @@ def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[
 
 @contextlib.contextmanager
 def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Make ``module`` also compare the overrides of parameter groups inside the ``with`` block, if its own
-    keys do not suffice.
+    """Make ``module`` also compare the overrides of parameter groups inside the ``with`` block, if needed to
+    match them.
 
     If they suffice, groups are matched by those keys alone, so that a run may continue with other learning
     rates.

@@ -1,5 +1,5 @@
-"""Fix reductions that upstream omits, repeats or starts too early, and a rank that uses a whole row instead
-of its part.
+"""Fix reductions that upstream omits, repeats or starts too early, and a gathered row that is used as one
+rank's part.
 
 Patches ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.

@@ -33,7 +33,7 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """The numbers of tokens in a global batch that count for the main loss and for the loss of each
+    """Counts of the tokens in a global batch that contribute to the main loss and to the loss of each
     additional token.
     """
 
@@ -66,8 +66,8 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its number of tokens in the global batch, and multiply it by the main loss's number
-    of tokens.
+    """Divide each loss by its token count in the global batch, and multiply it by the token count of the main
+    loss.
 
     In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main

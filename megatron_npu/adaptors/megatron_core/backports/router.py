@@ -135,8 +135,8 @@ def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs:
 
 @_logged(versions="<0.18")
 def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Log the z-loss with the group of ranks over which it is averaged, in the nested dict that versions
-    up to 0.17 use.
+    """Log the z-loss, with the ranks over which it is averaged, in the nested dict that versions up to
+    0.17 use.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils

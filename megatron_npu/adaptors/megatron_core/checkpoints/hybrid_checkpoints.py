@@ -56,7 +56,7 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Check that the optimizer state is not stored in buckets, because these have the parameter order of the
+    """Check that the optimizer state is not stored in buckets, whose order of parameters is specific to the
     hybrid model.
 
     Raises:

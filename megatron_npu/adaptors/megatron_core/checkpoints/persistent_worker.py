@@ -1,5 +1,5 @@
-"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker together with
-the training.
+"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker when the
+training ends.
 
 Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """

@@ -1,5 +1,4 @@
-"""Skip dataset splits that have no documents and are not used, and raise an error for other splits without
-documents.
+"""Skip empty dataset splits that are not used, and raise an error for empty splits that are used.
 
 Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """

@@ -90,7 +90,7 @@ def scores_for_aux_loss(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the routing map of the top experts, and all scores, each ``[t, e]``, from logits ``[t, e]``.
+    """Compute the routing map of the top experts and all scores, each ``[t, e]``, from logits ``[t, e]``.
 
     Padding tokens have no experts.
     """

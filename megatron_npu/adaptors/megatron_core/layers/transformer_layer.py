@@ -77,8 +77,8 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Register the norm that reads the output of each part of a layer, if that part can also compute the
-    norm.
+    """Register the norm that reads the output of each part of a layer, for parts that can also compute
+    that norm.
     """
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())

@@ -35,7 +35,9 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Ignore learning rates when matching groups if those of the run and the checkpoint differ."""
+    """Ignore learning rates when matching groups, if the run and the checkpoint have different learning
+    rates.
+    """
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)

@@ -25,7 +25,7 @@ _RENAMED = (
 
 
 def names_fit() -> str | None:
-    """Return the reason why a class has no argument that needs a new name, or None if it has one.
+    """Return the reason why the argument names of upstream need no change, or None if they need one.
 
     The reason is that the package is not installed, or is as old as megatron-core 0.16.
     """

@@ -281,7 +281,7 @@ def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any,
 
 def _query_projection(submodules: Any) -> Any:
     """Return the class of the query projection in a hybrid model's attention layers, or None if the spec
-    does not name one.
+    names no class.
     """
     for name in ("attention_layer", "self_attention"):
         submodules = getattr(getattr(submodules, name, None), "submodules", None)

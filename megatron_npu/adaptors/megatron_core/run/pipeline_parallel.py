@@ -54,7 +54,7 @@ def drop_model_type(
     *model_type_and_config: Any,
     **config: Any,
 ) -> Any:
-    """Remove the argument for the model type, which newer versions no longer accept.
+    """Remove the argument for the model type, which ``backward_step`` no longer accepts since 0.17.
 
     Only hybrid_cp_schedule.py still passes it.
     """

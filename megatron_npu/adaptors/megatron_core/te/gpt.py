@@ -111,7 +111,7 @@ _with_qk_l2_norm = partial(
 @_with_qk_l2_norm(f"{_SPECS}:get_gpt_layer_local_submodules", versions=">=0.17")
 def with_qk_l2_norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Read the flag for L2 norm of queries and keys from the script's arguments if the caller does not
-    pass it.
+    pass the flag.
     """
     given = inspect.signature(original).bind(*args, **kwargs)
     if getattr(script_arguments(), "qk_l2_norm", False):

@@ -1,4 +1,4 @@
-"""Fuse residual additions with the norms that follow them, on an NPU, and on a GPU with a Triton kernel.
+"""Fuse residual additions with the norms that follow them, on NPUs and, with a Triton kernel, on GPUs.
 
 Upstream adds in one function and normalizes in the next function, or in the next layer. Here, each place that
 adds a residual is told which norm will read the sum. That norm finds its result attached to the sum. If the

@@ -1,5 +1,5 @@
-"""Compute attention over one block of keys on the CPU, with torch's flash kernel or, if dropout is used,
-in tiles.
+"""Compute attention over one block of keys on the CPU, with torch's flash kernel or, for dropout, in
+tiles.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return the contribution of one block of keys to the queries' gradient, and the gradients of its keys
-    and values.
+    """Return how one block of keys contributes to the queries' gradient, and the gradients of its keys and
+    values.
 
     Source: Dao et al. 2022, FlashAttention, appendix B.
 

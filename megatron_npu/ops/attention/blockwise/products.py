@@ -18,8 +18,8 @@ _LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, weights and accumulated sums, which is fp64 for calls in fp64 and
-    otherwise fp32.
+    """Return the dtype of scores, weights and accumulated sums: fp64 for calls in fp64, and fp32 for all
+    others.
     """
     return torch.promote_types(dtype, torch.float32)
 

@@ -61,7 +61,7 @@ class TileSoftmax:
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return a tile's attention weights in bf16 after dropout, if ``rounds`` returns True for the call.
+        """Return a tile's attention weights in bf16 after dropout; call this only if ``rounds`` returns True.
 
         All unrounded weights are written to ``weights``.
         """
@@ -77,8 +77,8 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the bf16 gradient of the scores, given that of the kept weights, if ``rounds`` returns
-        True for the call.
+        """Return the bf16 gradient of the scores, given that of the kept weights; call this only if
+        ``rounds`` returns True.
         """
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)

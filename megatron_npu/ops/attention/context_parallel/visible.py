@@ -129,7 +129,7 @@ def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[in
 
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
-    """Yield a pair of token ranges for the part of ``segment`` that has visible keys, unless this part is
+    """Yield the part of ``segment`` that has visible keys, as a pair of token ranges, unless this part is
     empty.
     """
     part = segment.part(*segment.rows_with_keys())

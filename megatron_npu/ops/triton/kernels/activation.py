@@ -1,4 +1,4 @@
-"""Compute GELU (tanh form), SwiGLU and GEGLU of an input plus a bias, in one pass forward and one backward.
+"""Compute GELU (tanh form), SwiGLU and GEGLU of an input plus a bias, with one kernel per direction.
 
 A program processes ``ROWS`` x ``COLUMNS`` values at a time; in backward ``per`` rows, tile by tile.
 """

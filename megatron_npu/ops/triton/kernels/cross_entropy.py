@@ -1,4 +1,4 @@
-"""Compute the cross-entropy of rows of logits, in one pass forward and one backward.
+"""Compute the cross-entropy of rows of logits, with one kernel per direction.
 
 A program handles a row or a part of a row.
 """

@@ -1,4 +1,4 @@
-"""Add a bias, apply dropout and add a residual, in one pass forward and one backward.
+"""Add a bias, apply dropout and add a residual, with one kernel per direction.
 
 The backward pass recomputes the mask, so that no mask is stored.
 """

@@ -58,8 +58,7 @@ def is_of_285068c8(args: Flags) -> bool:
 
 
 def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
-    """Check that Megatron's scripts are able to load the model, and that it can be split into the given
-    sizes.
+    """Check that Megatron's scripts can load the model, and that it can be split into the given sizes.
 
     Args:
         args: the trainer's arguments for the model.

@@ -31,7 +31,7 @@ def read_in_place(wanted: dict[str, Any]) -> None:
 
 
 def _whole(parameter: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Return the parameter itself if all parts are views of its memory, or else the merged parts."""
+    """Return the parameter itself if all parts are views of its memory, and the merged parts otherwise."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     home = _memory(parameter)

@@ -117,8 +117,8 @@ def distance(queries: int, keys: int) -> Tensor:
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return a mask that is True for keys more than ``before`` positions behind their query, or ``after``
-    ahead of it.
+    """Return a mask of the keys that are more than ``before`` positions behind their query or ``after`` ahead
+    of it.
 
     Args:
         anchor: the position of the first query among the keys: with 0, positions are counted from the top
