@@ -204,7 +204,7 @@ def _compare_tensors(
 
 
 def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of a tensor in blocks, each with the corresponding stored rows.
+    """Yield blocks of a tensor's rows, each paired with the stored rows to compare it with.
 
     Both are rounded to ``dtype``.
     """

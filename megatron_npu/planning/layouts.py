@@ -1,5 +1,5 @@
-"""List the possible layouts of a job, which are those combinations of parallel sizes and options that
-divide evenly.
+"""List the possible layouts of a job, which are the combinations of parallel sizes and options in which
+every split is even.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Layout:
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout in which all sizes divide evenly.
+    """Yield each layout in which every split is even.
 
     Tensor-parallel groups stay within a machine.
     """

@@ -78,8 +78,8 @@ class Ranks:
 
     @property
     def by_batch(self) -> bool:
-        """True if ranks are run that receive their batches from others, so that these batches must be
-        known.
+        """True if the simulation includes ranks that receive their batches from other ranks, so that
+        these batches must be known.
         """
         return self.device == "npu"
 

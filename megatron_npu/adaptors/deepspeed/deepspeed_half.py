@@ -91,7 +91,7 @@ class LossTimesScale:
         self.optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` ``[]`` multiplied by the loss scale, in fp32."""
+        """Return the scalar ``loss`` multiplied by the loss scale, in fp32."""
         return loss.float() * self.optimizer.loss_scale_config.cur_scale
 
     def unscale_(self, optimizer: Any) -> None:

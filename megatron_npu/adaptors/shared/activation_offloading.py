@@ -70,7 +70,7 @@ class _Keeping:
         setattr(self.ctx, name, value)
 
     def save_for_backward(self, input: Tensor, weight: Tensor) -> None:
-        """Save only the input through autograd."""
+        """Save the input with autograd, and the weight as a plain attribute of the context."""
         self.ctx.save_for_backward(input)
         setattr(self.ctx, _WEIGHT, weight)
 

@@ -113,7 +113,7 @@ def exist(prefix: str | Path) -> bool:
     """Return True if a dataset has a checksum file.
 
     Raises:
-        UsageError: a folder, a pipe or a link to nothing is in its place.
+        UsageError: the path is that of a folder, a pipe or a broken link.
     """
     found = path_of(prefix)
     if os.path.lexists(found) and not found.is_file():

@@ -111,7 +111,7 @@ class _WordCache(dict[str, bytes]):
 def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function that encodes a text to its tokens in bytes.
+    """Return a function that tokenizes a text and returns the tokens as bytes.
 
     The function adds special tokens if ``special`` is set.
     """

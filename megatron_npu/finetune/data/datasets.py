@@ -106,7 +106,7 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
-    """Map each split to the name that it has in ``found``."""
+    """Map each split to the key under which ``found`` contains it."""
     owns: dict[str, str] = {}
     for part, names in _PARTS.items():
         for own in names:

@@ -281,7 +281,7 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """Return the mask that all calls on a device share in sparse modes 2, 3 and 4.
+    """Return the compressed causal mask that all calls on a device share in sparse modes 2, 3 and 4.
 
     The mask takes 4 MiB for any sequence length.
     """

@@ -107,7 +107,7 @@ def _has_faster(tensor: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``torch.matmul(left, right)``, computed by the faster library if ``right`` is a matrix.
+    """Return ``torch.matmul(left, right)``, computed by a faster CPU library if ``right`` is a matrix.
 
     Args:
         left: ``[..., m]``.

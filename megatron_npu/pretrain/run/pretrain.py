@@ -47,7 +47,7 @@ class Summary:
     Attributes:
         device, backend, upstream: what the run used, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
         simulated: whether the device is simulated, so that times and throughput are meaningless.
-        ledger: the patch report in one line.
+        ledger: the patch report as a single line.
         world_size: the number of processes.
         parameters, parameters_without_embeddings: the numbers of weights of the whole model.
         active_parameters: the number of weights used per token, which is lower with experts.

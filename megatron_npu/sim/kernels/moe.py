@@ -85,7 +85,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and the input for the backward pass, which is empty without probabilities."""
+    """Return the unpermuted tokens, and the input that the backward pass needs if probabilities are given."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -259,7 +259,9 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the copies' stable order by expert, and the int32 row of each copy in that order."""
+    """Return the indices that sort token copies stably by expert, and each copy's int32 row in the sorted
+    order.
+    """
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))

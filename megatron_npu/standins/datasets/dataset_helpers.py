@@ -301,7 +301,7 @@ def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
 ) -> NDArray[np.generic]:
-    """Return the rows in Fisher-Yates order, shuffled with ``std::mt19937_64(seed + 1)``."""
+    """Shuffle the rows by the Fisher-Yates algorithm with ``std::mt19937_64(seed + 1)``, and return them."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)

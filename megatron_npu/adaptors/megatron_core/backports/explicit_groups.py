@@ -123,7 +123,7 @@ _crossed = partial(
 def project_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the model's process group to both projections.
+    """Pass the model's process group to the layers that project the inputs of a CrossAttention.
 
     Upstream passes it only to the third layer.
     """
@@ -136,7 +136,9 @@ def project_in_own_group(
 def specify_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the process group to both projections, which versions up to 0.15 define as specs or classes."""
+    """Pass the process group to the layers that project the inputs of a CrossAttention, which versions up
+    to 0.15 define as specs or classes.
+    """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     def specified(layer: Any, **more: Any) -> Any:

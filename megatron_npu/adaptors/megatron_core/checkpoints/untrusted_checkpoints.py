@@ -59,7 +59,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Report truncated or damaged files that the ``with`` block reads without a traceback."""
+    """Report, without a traceback, any truncated or damaged files that the ``with`` block reads."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -32,7 +32,7 @@ _TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
-    """The hidden states and the weight, whose product is the logits.
+    """The hidden states and the output layer's weight, which are multiplied to compute the logits.
 
     Both are passed to the loss instead of the logits.
 

@@ -65,7 +65,7 @@ def _claiming_cuda() -> Iterator[None]:
     why=("upstream's statistics report reads the file and line that 0.14 removed from this class, and fails"),
 )
 def with_place(original: Any) -> type[tuple]:
-    """Use the message as the name of the file.
+    """Use the caller's message as its file name.
 
     Since 0.14, the file name distinguishes the calls of ``validate_result``.
     """

@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``[rows, width]`` within chunks of ``per`` rows into fp32 ``[chunks, width]``, as the first
-    stage.
+    """Sum ``[rows, width]`` over chunks of ``per`` rows, giving fp32 ``[chunks, width]``, the first of
+    two stages.
     """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -24,7 +24,7 @@ def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def of_columns(partial, out, chunks, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum fp32 ``[chunks, width]`` over the chunks into ``[width]``, as the second stage."""
+    """Sum fp32 ``[chunks, width]`` over the chunks, giving ``[width]``, the second of two stages."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
