@@ -60,7 +60,7 @@ def is_of_files(error: OSError) -> bool:
 
 
 def either(names: Iterable[object]) -> str:
-    """Join names for use in a sentence: ``a``, ``a or b``, or ``a, b or c``."""
+    """Join names with commas and "or" for use in a sentence, as in ``a``, ``a or b``, or ``a, b or c``."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 

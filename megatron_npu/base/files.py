@@ -33,8 +33,6 @@ def tighten_umask() -> int:
     """Remove at least the permissions in ``PRIVATE`` from files that this process creates.
 
     Return the previous umask. A stricter user umask is kept.
-
-    A stricter user umask is kept.
     """
     former = os.umask(0o077)  # only setting it tells what it was
     os.umask(former | PRIVATE)

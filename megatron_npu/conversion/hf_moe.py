@@ -1,4 +1,4 @@
-"""Support mixture-of-experts models that are based on Llama: Mixtral, Qwen2-MoE and Qwen3-MoE.
+"""Support the mixture-of-experts models that are based on Llama, which are Mixtral, Qwen2-MoE and Qwen3-MoE.
 
 All routers apply a softmax over all experts and select the best k. If the scores of these k experts are
 normalized to sum to 1, the result equals a softmax over the k experts, which is Megatron's default.

@@ -107,7 +107,7 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Convert random bits that were drawn before to the mask that ``keep_mask_bits`` would return.
+    """Convert random bits that were drawn earlier to the mask that ``keep_mask_bits`` would return.
 
     One int64 provides the bits of four values.
     """

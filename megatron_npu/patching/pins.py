@@ -70,7 +70,7 @@ class PinFile:
 
     @property
     def name(self) -> str:
-        """The name of the pin file: ``<upstream>-<version>.json``."""
+        """The name of the pin file, ``<upstream>-<version>.json``."""
         return f"{self.upstream}-{self.version}.json"
 
     def json(self) -> str:

@@ -147,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_covered(job: Job, device: str) -> None:
-    """Reject jobs for which fake tensors cannot be used: ``train``, and experts with unknown token counts.
+    """Reject jobs for which fake tensors cannot be used, which are ``train`` jobs and jobs with unknown token
+    counts per expert.
 
     Raises:
         UsageError: the device is ``cuda`` and the job is one of these.

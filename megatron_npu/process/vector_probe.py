@@ -49,7 +49,7 @@ def _elsewhere(command: Any) -> Any:
 
 
 def guard(module: ModuleType) -> None:
-    """Make inductor's module start its probe programs through the functions in this module.
+    """Make a torch inductor module use the functions in this module in place of ``subprocess``.
 
     A second call has no effect.
     """

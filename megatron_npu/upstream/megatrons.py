@@ -188,7 +188,9 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Return the name of an older checkout: Megatron-LM, or one of the two Megatron-DeepSpeed forks."""
+    """Return the name of an older checkout, which is Megatron-LM or one of the two Megatron-DeepSpeed
+    forks.
+    """
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"

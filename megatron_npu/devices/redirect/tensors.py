@@ -1,5 +1,5 @@
-"""Redirect methods of tensors and modules that query or change the device: ``to``, ``cuda``, ``type`` and
-``is_cuda``.
+"""Redirect the methods ``to``, ``cuda``, ``type`` and ``is_cuda`` of tensors and modules, which query or
+change the device.
 """
 
 from __future__ import annotations

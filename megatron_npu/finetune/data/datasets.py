@@ -189,7 +189,7 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a dataset by its name from a prepared dataset, from the hub, or from the hub's cache.
+    """Load a dataset by its name: one that is already prepared, one on the hub, or one in the hub's cache.
 
     Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
     those that were downloaded with ``hf download --repo-type dataset``.

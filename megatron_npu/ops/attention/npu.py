@@ -270,7 +270,9 @@ def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
-    """Combine ``mask`` and the window into a mask of one of the documented shapes: SS, B1SS or BNSS."""
+    """Combine ``mask`` and the window into a mask of one of the documented shapes, which are SS, B1SS and
+    BNSS.
+    """
     forbidden = forbidden_pairs(segment, mask.device)
     mask = mask if forbidden is None else mask | forbidden
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)
@@ -281,7 +283,7 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """Return the compressed causal mask that all calls on a device share in sparse modes 2, 3 and 4.
+    """Return the compressed causal mask that all calls with ``sparse_mode`` 2, 3 or 4 on a device share.
 
     The mask takes 4 MiB for any sequence length.
     """

@@ -49,8 +49,8 @@ def grouped_linear(
     counts: Tensor | Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Apply a separate linear layer to each group of rows: ``weights[0]`` and ``biases[0]`` to the first
-    ``counts[0]`` rows, and so on.
+    """Apply a separate linear layer to each group of rows, such as ``weights[0]`` and ``biases[0]`` to the
+    first ``counts[0]`` rows.
 
     This is ``grouped_matmul`` for experts with separate weight tensors, which are not copied.
 

@@ -221,7 +221,9 @@ def _of_transformers(
     is_causal: bool | None,
     **further: Any,
 ) -> Any:
-    """Call the Transformers attention that supports the arguments: SDPA or the eager implementation."""
+    """Call the Transformers attention that supports the arguments, either SDPA or the eager
+    implementation.
+    """
     boolean = mask is not None and mask.dtype is torch.bool and mask.dim() == 4
     causal = query.size(2) > 1 and _has_triangle(module, mask if boolean else None, is_causal)
     if mask is not None and boolean and causal:

@@ -1,5 +1,5 @@
-"""Replace losses over a vocabulary: Transformers' loss functions, torch's loss module, and calls in
-forward methods.
+"""Replace Transformers' loss functions, torch's loss module, and calls in forward methods that compute a
+loss over a vocabulary.
 """
 
 from __future__ import annotations

@@ -142,7 +142,9 @@ def no_first_contact() -> Iterator[None]:
 
 
 def of_npu(asked: Any) -> str:
-    """Return the backend for a group on the simulated NPU: HCCL, or torch's fake backend for host tensors."""
+    """Return the backend for a group on the simulated NPU, which is HCCL, or torch's fake backend for
+    host tensors.
+    """
     return fake_pg.dist.Backend.FAKE if str(asked).lower() in ("gloo", "mpi") else "hccl"
 
 

@@ -1,4 +1,6 @@
-"""Build the tokenizer of a run: GPT-2's, one from Hugging Face, or a null tokenizer for numeric data."""
+"""Build the tokenizer of a run, which is GPT-2's, one from Hugging Face, or a null tokenizer for numeric
+data.
+"""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Make linear layers under TransformerEngine's names, except those of experts, add their own biases.
+    """Make each layer that replaces one of TransformerEngine's linear layers add its own bias, except in
+    experts.
 
     Callers of experts first scale the second layer's bias by the router's probability.
     """

@@ -1,4 +1,4 @@
-"""Provide layer specs for models with an encoder: BERT, T5 and Retro.
+"""Provide layer specs for BERT, T5 and Retro, the models that have an encoder.
 
 Patches ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
 ``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.

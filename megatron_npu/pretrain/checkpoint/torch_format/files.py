@@ -45,7 +45,8 @@ class RankFiles:
 
 
 def untracked(root: str | Path) -> Path | None:
-    """Return the checkpoint in a directory that has no tracker file: ``release/`` or the directory itself.
+    """Return the checkpoint in a directory without a tracker file, which is ``release/`` or the directory
+    itself.
 
     A single ``model_optim_rng.pt`` is accepted too, given as a file or as its directory.
     """

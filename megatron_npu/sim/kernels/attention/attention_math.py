@@ -44,8 +44,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of attention: A block of attention, with ``[b, n, s, d]`` tensors and, for layout TND,
-    their rows in the original tensors.
+    """A block of attention, with ``[b, n, s, d]`` tensors and, for layout TND, their rows in the original
+    tensors.
     """
 
     query: Tensor
