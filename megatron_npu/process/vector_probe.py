@@ -57,5 +57,5 @@ def guard(module: ModuleType) -> None:
 
 
 def release() -> None:
-    """Restore the original ``subprocess`` module in inductor's module."""
+    """Restore the original ``subprocess`` module in the torch inductor module that ``guard`` changed."""
     _replaced.undo()

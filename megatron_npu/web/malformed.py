@@ -1,4 +1,4 @@
-"""Handle responses to requests that are found to be malformed only while they are being handled."""
+"""Suppress the application's response if uvicorn finds a request malformed while it is being handled."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PreTraining(Declaration):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject epochs, because the number of iterations determines how many samples are used."""
+        """Reject ``--epochs``, because the number of iterations determines how many samples are used."""
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} cannot be used with --task pretraining, which computes the number "

@@ -148,7 +148,9 @@ def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> N
 
 
 def product_and_sum(left: Tensor, right: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Call the product kernel on left, right and output ``[..., h]``, and fp32 sums ``[h]``."""
+    """Call the kernel that writes ``left * right`` ``[..., h]`` to ``output``, and its column sums to
+    ``sums``.
+    """
     shape, dtype, width = left.shape, left.dtype, left.size(-1)
     _call(
         f"product_and_sum_{_name_of(dtype)}",

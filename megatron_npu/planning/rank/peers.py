@@ -76,7 +76,7 @@ class Nobody(dist.Store):
 
 @contextlib.contextmanager
 def absent(backend: Callable[[Any], str]) -> Iterator[None]:
-    """Create process groups without other ranks inside the ``with`` block.
+    """Inside the ``with`` block, create process groups whose other ranks do not exist.
 
     Args:
         backend: the backend to use in place of the requested one.

@@ -44,8 +44,8 @@ class Routing:
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
 
     def map(self, tokens: int, multiple: float) -> torch.Tensor:
-        """Return the routing map ``[tokens, experts]`` for a multiple of an even share, limited to the
-        largest multiple.
+        """Return a routing map ``[tokens, experts]`` in which this rank's experts get ``multiple`` times
+        an even share, or as much as they can.
         """
         first, behind = self.own
         count, others = behind - first, self.experts - (behind - first)

@@ -83,7 +83,7 @@ def npu_grouped_matmul_list(
 
 
 def group_ends(group_list: Tensor, group_list_type: int) -> list[int]:
-    """Return the cumulative ends of the groups.
+    """Return, for each group of rows, the index of the row after its last one.
 
     The given sizes are cumulative (type 0) or plain (type 1).
     """

@@ -175,7 +175,7 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
-        """Register the parameters that come before the weight.
+        """Register the parameters of the layer's norm, if it has one, before the weight is registered.
 
         This class has none.
         """
