@@ -1,4 +1,4 @@
-"""megatron_npu: stock Megatron on Ascend NPU, CUDA and CPU, by patching at import.
+"""Run stock Megatron on Ascend NPU, CUDA and CPU, by patching Megatron's modules when they are imported.
 
 Importing the package installs the import hook; it imports neither torch nor Megatron.
 """

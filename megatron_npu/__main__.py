@@ -1,4 +1,4 @@
-"""``python -m megatron_npu`` is the ``megatron-npu`` command."""
+"""Run the ``megatron-npu`` command as ``python -m megatron_npu``."""
 
 import sys
 

@@ -126,7 +126,8 @@ def redirect(scripts: str) -> None:
 
 
 def redirect_program() -> None:
-    """Redirect torch for this process's program, like ``megatron-npu run --redirect`` for a script.
+    """Redirect torch to this machine's device in this process, as ``megatron-npu run --redirect`` does for a
+    script.
 
     Raises:
         UsageError: see ``redirect``; or CUDA's variable selects NPUs, but torch_npu is already imported.
@@ -194,7 +195,7 @@ def _guard_files(name: str) -> None:
 
 
 def _guard_torch() -> None:
-    """Prevent torch from executing code in a run's store or in the working directory.
+    """Prevent torch from executing code from files in a run's store or in the working directory.
 
     The modules are guarded when they are imported: torchrun imports one of them before ranks exist.
     """
@@ -214,7 +215,7 @@ def _guard_torch() -> None:
 
 
 def _guard_rendezvous(module: ModuleType) -> None:
-    """Make torch's rendezvous read its state as data.
+    """Make torch's rendezvous read its stored state as plain data, without unpickling it.
 
     An error ends torchrun with a one-line message.
     """
@@ -224,7 +225,7 @@ def _guard_rendezvous(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _kept_environment(*names: str) -> Iterator[None]:
-    """Restore the environment variables with the given names at the end of the block."""
+    """Restore the environment variables with the given names at the end of the ``with`` block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

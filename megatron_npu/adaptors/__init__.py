@@ -1,4 +1,4 @@
-"""Replace Megatron's symbols with our operations, with one folder per upstream and shared code."""
+"""Replace functions and classes of Megatron with our operations; each upstream has its own folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDERS = {
 
 
 def register(upstream: str) -> None:
-    """Import every adaptor module of ``upstream``, so that the adaptors record their patches.
+    """Import all adaptor modules of ``upstream``, which record their patches.
 
     Raises:
         ModuleNotFoundError: there are no adaptors for that upstream.

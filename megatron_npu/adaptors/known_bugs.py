@@ -1,4 +1,4 @@
-"""List the upstream bugs that this project fixes, as recorded by the adaptors.
+"""List the upstream bugs that this project fixes, as the adaptors have recorded them.
 
 The page docs/reference/known-upstream-bugs.md and ``megatron-npu doctor --known-bugs`` print this list; the
 ledger lists the patches that fix the bugs.
@@ -17,7 +17,7 @@ from megatron_npu.patching.versions import admits
 
 @dataclass(frozen=True)
 class Bug:
-    """An upstream bug that is fixed in one or more places.
+    """An upstream bug that this project fixes in one or more places.
 
     Attributes:
         effect: the wrong behavior that the bug causes.
@@ -40,7 +40,7 @@ class Bug:
     cured_in_own_programs: bool = False
 
     def is_in(self, version: str) -> bool:
-        """Return True if ``version`` has the bug."""
+        """Return True if the upstream version ``version`` has the bug."""
         return any(admits(versions, version) for versions in self.versions)
 
 

@@ -66,7 +66,7 @@ _SOME = 5  # close names that an error lists
 
 
 def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
-    """Return a line with the number of the guide's functions that are replaced and that are only watched.
+    """Return a line that counts how many functions of the guide are replaced and how many are only watched.
 
     Args:
         patches: patches from the ledger.
@@ -90,7 +90,7 @@ def of_the_guide(patches: Iterable[Patch], name: str = "") -> str:
 
 
 def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches that match any of the names, or all patches if no name is given.
+    """Return the patches that match any of the given names, or all patches if no name is given.
 
     A name is one of the following: a file of the guide, with or without ``.py``; a part of a target, with
     dots or a colon, where the guide's ``_init_`` may stand for ``__init__``; or a part of the path of one of
@@ -138,7 +138,7 @@ def _remedy(name: str) -> str:
 
 
 def _close(name: str, patches: list[Patch]) -> str:
-    """Return names similar to ``name`` for an error message.
+    """Return names that are similar to ``name``, for use in an error message.
 
     Whole names and their last parts are compared.
     """

@@ -1,1 +1,1 @@
-"""Basic modules that all other modules may import: errors, settings, files and the flag parser."""
+"""Provide basic modules that all other modules may import: errors, settings, files and the flag parser."""

@@ -1,4 +1,4 @@
-"""Define the argument parser of every command, with one-line errors and defaults in ``--help``."""
+"""Define the argument parser of all commands, with one-line errors and with defaults in ``--help``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_npu.base.flag_names import instead_of, nearest
 
 
 class Unfit(argparse.ArgumentTypeError):
-    """Raised when a flag does not accept a value.
+    """Raised when a flag does not accept the given value.
 
     The message describes the accepted values.
     """
@@ -33,7 +33,7 @@ _INT64 = 1 << 63
 
 @dataclass(frozen=True)
 class Number:
-    """A ``type`` for ``add_argument`` that parses a number and describes the accepted values.
+    """A ``type`` for ``add_argument`` that parses a number, and that describes which values are accepted.
 
     Attributes:
         expected: the accepted values, as named in an error message.
@@ -50,7 +50,7 @@ class Number:
     metavar: str = "N"
 
     def __call__(self, text: str) -> int | float:
-        """Convert the text to a number, and check that it is in the accepted range.
+        """Convert a text to a number, and check that the number is in the accepted range.
 
         Raises:
             Unfit: the string is not an accepted number.
@@ -64,7 +64,7 @@ class Number:
         return value
 
     def holds(self, value: float) -> bool:
-        """Return True if the number is in the accepted range. An integer must fit into 64 bits."""
+        """Return True if a number is in the accepted range. An integer must fit into 64 bits."""
         finite = -_INT64 <= value < _INT64 if isinstance(value, int) else math.isfinite(value)
         return finite and self.least <= value <= self.most
 
@@ -80,7 +80,7 @@ _BYTES_OF = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def byte_size_or_0(text: str) -> int:
-    """Parse a number of bytes.
+    """Parse a number of bytes, which may be 0.
 
     0 is accepted and means "none".
     """
@@ -104,7 +104,9 @@ def byte_size(text: str) -> int:
 
 
 class _Help(argparse.HelpFormatter):
-    """Format help with short metavars, and append "required" or the default value where the help omits it."""
+    """Help formatter that uses short metavars, and that appends "required" or the default value where it
+    is missing.
+    """
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return metavar_of(action)
@@ -118,14 +120,14 @@ class _Help(argparse.HelpFormatter):
 
 
 def metavar_of(action: argparse.Action) -> str:
-    """Return the placeholder of a flag's value in ``--help`` if the flag does not define one."""
+    """Return the placeholder for a flag's value in ``--help`` if the flag does not define one itself."""
     if action.type in (byte_size, byte_size_or_0):
         return "BYTES"
     return action.type.metavar if isinstance(action.type, Number) else action.dest.upper()
 
 
 def default_of(action: argparse.Action) -> str:
-    """Return a flag's default as it would be typed on a command line.
+    """Return the default of a flag in the form in which a user would type it.
 
     The result is empty for a switch and for a flag without a default.
     """
@@ -138,7 +140,7 @@ def default_of(action: argparse.Action) -> str:
 
 
 def _sentence(prog: str, description: str) -> str:
-    """Return a command's description without the leading command name.
+    """Return the description of a command without the leading name of the command.
 
     The description may be a module's docstring.
     """
@@ -147,8 +149,8 @@ def _sentence(prog: str, description: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises ``UsageError`` instead of exiting and suggests similar flags for unknown
-    ones.
+    """Argument parser that raises ``UsageError`` instead of exiting, and that suggests known flags for
+    unknown ones.
 
     Args:
         prog: the command as typed by the user.
@@ -170,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + end_of_help(self.prog, self.epilog)
 
     def help_about(self, keyword: str) -> str:
-        """Return the help of all flags whose name, help text or group title contains the keyword.
+        """Return the help for all flags whose name, help text or group title contains a keyword.
 
         Raises:
             UsageError: no flag contains the keyword.
@@ -196,7 +198,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _answer_keyword(self, args: Any) -> None:
-        """Print the help for a keyword and exit if the arguments contain ``--help=KEYWORD``."""
+        """Print the help for a keyword, and exit, if the arguments contain ``--help=KEYWORD``."""
         words = sys.argv[1:] if args is None else list(args)
         words = words[: words.index("--")] if "--" in words else words
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
@@ -209,7 +211,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse declares one overload for each kind of namespace
         self, args: Any = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse the command line and return the values.
+        """Parse the command line, and return the values.
 
         Raises:
             UsageError: a flag is unknown, a required flag is missing, or a value has the wrong type.
@@ -243,7 +245,7 @@ class Parser(argparse.ArgumentParser):
                     )
 
     def _refuse_misspelt(self, args: Any) -> None:
-        """Raise an error if a flag is unknown.
+        """Raise an error if the command line contains an unknown flag.
 
         An unknown flag is likely a misspelt required flag.
 
@@ -270,7 +272,7 @@ class Parser(argparse.ArgumentParser):
                 one.required = True
 
     def _asked(self, values: argparse.Namespace) -> Parser:
-        """Return the parser that parsed the flags, which may belong to a subcommand (``checkpoint
+        """Return the parser that parsed the flags, which may be that of a subcommand (``checkpoint
         prune``).
         """
         for dest, parsers in self._parsers_of_actions().items():
@@ -307,7 +309,7 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"{about}{error.message}", remedy=self._remedy())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Reject a value that is not among the choices, with this project's error message instead of
+        """Reject a value that is not one of the choices, with this project's error message instead of
         argparse's.
         """
         if action.choices is not None and value not in action.choices:

@@ -1,4 +1,4 @@
-"""Provide the examples at the end of each command's ``--help``.
+"""Provide the examples that end the ``--help`` of each command.
 
 The test suite parses every example.
 """
@@ -94,7 +94,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def end_of_help(prog: str, epilog: str | None) -> str:
-    """Return the last part of a command's ``--help``: examples and exit codes.
+    """Return the last part of the ``--help`` of a command: examples and exit codes.
 
     Exit codes are omitted if ``epilog`` already lists them.
     """

@@ -1,4 +1,4 @@
-"""Define ``UsageError``, the error for problems that a user can fix, and helpers for file-system errors."""
+"""Define ``UsageError``, which reports problems that a user can fix, and helpers for file-system errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_MEMORY = ("can't allocate memory", "std::bad_alloc")
 
 
 def is_of_processes(error: BaseException) -> bool:
-    """Return True if the error means that the system refused to start a process or thread."""
+    """Return True if an error means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
         return error.errno == errno.EAGAIN
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_PROCESS)
@@ -45,7 +45,9 @@ def no_processes() -> UsageError:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Return True if the error means that the host's memory, or this process's limit, is used up."""
+    """Return True if an error means that the host has run out of memory or that this process has reached
+    its limit.
+    """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     allocators = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -58,13 +60,13 @@ def is_of_files(error: OSError) -> bool:
 
 
 def either(names: Iterable[object]) -> str:
-    """Join names for use in a sentence: ``a``, ``a or b``, or ``a, b or c``."""
+    """Join names with commas and "or" for use in a sentence, as in ``a``, ``a or b``, or ``a, b or c``."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 class UsageError(Exception):
-    """Raised for invalid input: an option, a file, an environment variable, an installed package.
+    """Raised for invalid input, such as an option, a file, an environment variable or an installed package.
 
     The command line prints the error as one line and exits with code 2, without a traceback.
 
@@ -91,11 +93,13 @@ class UsageError(Exception):
 
     @property
     def problem(self) -> str:
-        """The given and the expected value in one sentence, without the remedy."""
+        """The given value and the expected value in one sentence, without the advice."""
         return f"{self.given}; expected {self.expected}" if self.expected else self.given
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, str]]:
-        """Make the error picklable, because torch sends the error of a failed rank to the other ranks."""
+        """Return the data for pickling the error, because torch sends the error of a failed rank to the
+        other ranks.
+        """
         return UsageError, (self.given, self.expected, self.remedy)
 
 
@@ -117,7 +121,7 @@ class LoaderWorkerError(RuntimeError):
 
 
 class UnsavedStateError(RuntimeError):
-    """Raised when a run ends at an invalid loss and its state cannot be saved, because no folder is given.
+    """Raised when a run ends at an invalid loss and no folder is given in which its state could be saved.
 
     Args:
         what: a sentence that states what was found, and where.

@@ -1,4 +1,6 @@
-"""Create files and folders atomically and privately. This module imports only the standard library.
+"""Create files and folders atomically and with private permissions.
+
+This module imports only the standard library.
 
 A file that is being written has a temporary name beside its final name, so that it appears in one atomic
 rename: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that is being replaced is
@@ -28,11 +30,9 @@ PRIVATE = 0o027  # what is taken from the modes of new files and folders: the gr
 
 
 def tighten_umask() -> int:
-    """Remove at least the permissions in ``PRIVATE`` from new files of this process.
+    """Remove at least the permissions in ``PRIVATE`` from files that this process creates.
 
     Return the previous umask. A stricter user umask is kept.
-
-    A stricter user umask is kept.
     """
     former = os.umask(0o077)  # only setting it tells what it was
     os.umask(former | PRIVATE)
@@ -40,7 +40,7 @@ def tighten_umask() -> int:
 
 
 def nearest(path: str | Path) -> str:
-    """Suggest the existing file with the most similar name for a path that does not exist.
+    """Suggest, for a path that does not exist, the existing file with the most similar name.
 
     The result is empty if no file has a similar name.
     """
@@ -54,7 +54,7 @@ def nearest(path: str | Path) -> str:
 
 
 def partial_file(path: Path) -> Path:
-    """Return the temporary name of a file.
+    """Return the temporary name under which a file is written.
 
     The name contains the process id, so that ranks do not collide.
     """
@@ -62,12 +62,12 @@ def partial_file(path: Path) -> Path:
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the temporary name of a folder, which is the same on all ranks that write to the folder."""
+    """Return the temporary name of a folder, which is the same on all ranks that write to it."""
     return path.with_name(f".{path.name}.partial")
 
 
 def created(path: str | Path, mode: int = 0o666, buffering: int = -1) -> BinaryIO:
-    """Create a file and open it for writing, replacing an existing file.
+    """Create a file, replacing an existing one, and open it for writing.
 
     Symbolic links are not followed.
 
@@ -86,7 +86,7 @@ def created(path: str | Path, mode: int = 0o666, buffering: int = -1) -> BinaryI
 
 
 def claim(stream: IO[bytes]) -> None:
-    """Lock an open temporary file to mark it as being written.
+    """Lock an open temporary file, which marks it as being written.
 
     The lock is released when the process ends.
 
@@ -97,7 +97,9 @@ def claim(stream: IO[bytes]) -> None:
 
 
 def remove_abandoned(path: Path) -> list[Path]:
-    """Remove the temporary files of ``path`` that killed processes left behind. Return the removed names.
+    """Remove the temporary files of ``path`` that killed processes have left behind.
+
+    Return the removed names.
 
     Use this only for files that their writers lock (``claim``): unlocked files are removed.
     """
@@ -111,7 +113,7 @@ def remove_abandoned(path: Path) -> list[Path]:
 
 
 def _is_abandoned(partial: Path) -> bool:
-    """Return True if the temporary file is a regular file that no process has locked.
+    """Return True if a temporary file is a regular file that is not locked by any process.
 
     Pipes are not opened.
     """
@@ -142,7 +144,8 @@ def refusal(folder: Path) -> str:
 
 
 def own_opener(path: str, flags: int) -> int:
-    """Open a file (``open(..., opener=own_opener)``) without following a link that another user created.
+    """Open a file, as in ``open(..., opener=own_opener)``, without following a link that another user
+    created.
 
     In a folder that several users can write to, such a link could make this user overwrite their own files.
 
@@ -181,12 +184,12 @@ def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file (``open(..., opener=without_waiting)``), but do not wait for the writer of a pipe."""
+    """Open a file, as in ``open(..., opener=without_waiting)``, without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a file for reading after checking that it is a regular file.
 
     Use this function for files in folders that another user may own.
 
@@ -203,13 +206,13 @@ def regular(path: str | Path) -> BinaryIO:
 
 
 def text(path: str | Path) -> str:
-    """Return the content of a regular file in UTF-8; see ``regular``."""
+    """Return the content of a regular file that is encoded in UTF-8; see ``regular``."""
     with regular(path) as stream:
         return stream.read().decode("utf-8")
 
 
 def others(path: str | Path) -> str:
-    """Return the reason why another user could have written a file or folder, or an empty string.
+    """Return the reason why another user may have written a file or folder, or an empty string.
 
     The reason is part of an error message. Root and the current user do not count.
     """
@@ -226,7 +229,7 @@ def others(path: str | Path) -> str:
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:
-    """Return True if a file mode grants write access to others.
+    """Return True if the mode of a file grants write access to other users.
 
     The owner, root, root's group and the user's private group do not count as others.
     """
@@ -257,14 +260,14 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def name(error: BaseException | None, path: str | Path) -> None:
-    """Add the file's name to operating-system errors in the block that do not already name a file."""
+    """Add the name of the file to operating-system errors in the ``with`` block that do not name a file."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a binary stream whose content becomes the file ``path`` if the block succeeds.
+    """Yield a binary stream whose content becomes the file ``path`` if the ``with`` block succeeds.
 
     If the block fails, the content is removed.
     """
@@ -287,7 +290,7 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that is moved to ``path`` if the block succeeds and removed if it fails.
+    """Yield an empty folder that is moved to ``path`` if the ``with`` block succeeds and removed if it fails.
 
     The leftovers of a killed attempt are removed first. Only one process may call this at a time.
 
@@ -342,7 +345,7 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 def restore_replaced(parent: Path, names: str = "*") -> None:
-    """Finish interrupted folder replacements.
+    """Complete replacements of folders that were interrupted.
 
     Restore a folder whose replacement was interrupted, and remove an old folder whose replacement is
     complete.
@@ -364,13 +367,13 @@ def _replaced_folder(path: Path) -> Path:
 
 
 def sync(stream: IO[bytes]) -> None:
-    """Flush a written file to disk."""
+    """Flush a written file to the disk."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the directory entries of a folder to disk."""
+    """Flush the directory entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Map flags of MindSpeed, Transformers and Megatron to this project's equivalents."""
+"""Map flags of MindSpeed, Transformers and Megatron to the equivalent flags of this project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Instead(NamedTuple):
-    """The replacement of a flag in the commands that have a certain other flag.
+    """The replacement of a flag in those commands that have a certain other flag.
 
     Attributes:
         where: the flag that a command must have for ``text`` to apply to it.
@@ -66,7 +66,7 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
 
 
 def instead_of(flag: str, known: Container[str]) -> str | None:
-    """Return the replacement of a flag from another project.
+    """Return the replacement for a flag of another project.
 
     Args:
         flag: an unknown flag, such as ``--use-fused-rmsnorm``.

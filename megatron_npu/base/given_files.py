@@ -1,4 +1,5 @@
-"""Read files that the user named: regular files, and pipes; a device such as /dev/zero has no end.
+"""Read files that the user names, which may be regular files or pipes but not endless devices such as
+/dev/zero.
 
 For a file in a folder that may be from another user, use ``files.regular``, which rejects pipes too.
 """
@@ -20,7 +21,7 @@ _TERMINALS = (4, 5, *range(136, 144))  # the major numbers of consoles, /dev/tty
 
 
 def opened(path: str | Path) -> BinaryIO:
-    """Open a file that the user named for reading: a regular file, or a pipe such as a shell's ``<(...)``.
+    """Open a file that the user named for reading: a regular file, or a pipe such as the shell's ``<(...)``.
 
     Raises:
         OSError: the file does not exist, is a device or a folder, or is a pipe to which nothing is written.
@@ -43,13 +44,13 @@ def opened(path: str | Path) -> BinaryIO:
 
 
 def text(path: str | Path) -> str:
-    """Return the content of a file in UTF-8 that the user named; see ``opened``."""
+    """Return the content of a file that the user named and that is encoded in UTF-8; see ``opened``."""
     with opened(path) as stream:
         return stream.read().decode("utf-8")
 
 
 def is_device(path: str | Path) -> bool:
-    """Return True for a device that has no end, such as /dev/zero, and for a socket.
+    """Return True if a path is a socket, or a device whose content never ends, such as /dev/zero.
 
     Terminals and /dev/null, to which results may be written, do not count.
     """
@@ -64,7 +65,7 @@ def is_device(path: str | Path) -> bool:
 
 
 def lines(path: str | Path) -> list[str]:
-    """Return the lines of a UTF-8 text, split only at line feeds and carriage returns, like editors and JSON.
+    """Split a UTF-8 text into lines at line feeds and carriage returns only, as editors and JSON do.
 
     ``str.splitlines`` would also split at U+2028, U+0085 and others, which occur inside lines of text.
     """

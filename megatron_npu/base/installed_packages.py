@@ -1,4 +1,4 @@
-"""Check whether and where a package is installed, without importing it."""
+"""Check whether a package is installed, and where, without importing it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """Return the import spec of an installed package or module, or None.
+    """Return the import spec of an installed package or module, or None if it is not installed.
 
     A module that a program created itself, as in ``sys.modules["flash_attn"] = ModuleType("flash_attn")``,
     counts as not installed: it has no spec, and ``find_spec`` raises a ValueError for it.
@@ -19,5 +19,5 @@ def spec_of(name: str) -> ModuleSpec | None:
 
 
 def is_installed(name: str) -> bool:
-    """Return True if a package or module is installed (see ``spec_of``)."""
+    """Return True if a package or module is installed; see ``spec_of``."""
     return spec_of(name) is not None

@@ -1,4 +1,4 @@
-"""Control how the C library handles freed memory.
+"""Control what the C library does with freed memory.
 
 torch's CPU allocator uses plain malloc.
 """
@@ -19,7 +19,7 @@ _KEEP = {_M_TRIM_THRESHOLD: 2**31 - 1, _M_MMAP_MAX: 0}
 
 
 def keep_freed_memory() -> None:
-    """Configure malloc to reuse freed memory of any size.
+    """Configure malloc to keep freed memory of any size and reuse it.
 
     glibc maps each large block and unmaps it when it is freed, so every training step has a page fault for
     every 4 KiB of activations and logits. A caching allocator, as on CUDA and NPU, avoids this. The resident
@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Restore glibc's default settings, and return free memory to the system."""
+    """Restore the default settings of glibc, and return free memory to the system."""
     if settings.KEEP_MEMORY.enabled() and _set(_DEFAULTS):
         trim()
 

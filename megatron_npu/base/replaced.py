@@ -8,7 +8,7 @@ _MISSING = object()
 
 
 class Replaced:
-    """Replaced attributes of modules and classes.
+    """A collection of attributes of modules and classes that have been replaced.
 
     ``undo`` restores all of them.
     """
@@ -25,12 +25,12 @@ class Replaced:
         setattr(owner, name, value)
 
     def set_once(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute like ``set``, unless something is replaced already."""
+        """Set an attribute as ``set`` does, unless another attribute is already replaced."""
         if not self:
             self.set(owner, name, value)
 
     def undo(self) -> None:
-        """Restore all attributes, the last change first."""
+        """Restore all attributes in reverse order of the replacements."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _MISSING:

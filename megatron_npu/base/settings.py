@@ -38,7 +38,7 @@ _FEW = 8  # more choices than this are not listed where some of them resemble wh
 
 @dataclass(frozen=True)
 class Variable:
-    """Describe an environment variable. Declaring one adds it to ``VARIABLES``.
+    """Describes an environment variable. Declaring one adds it to ``VARIABLES``.
 
     Attributes:
         name: the name of the variable.
@@ -59,12 +59,12 @@ class Variable:
         VARIABLES.append(self)
 
     def get(self) -> str:
-        """Return the effective value as a string after validating it."""
+        """Return the effective value as a string, after checking that it is valid."""
         self.value()
         return self._text()
 
     def value(self) -> object:
-        """Return the effective value, converted to a number or another type by ``type``.
+        """Return the effective value, converted by ``type`` to a number or another type.
 
         Raises:
             UsageError: the value is not accepted by ``choices`` or ``type``.
@@ -93,7 +93,7 @@ class Variable:
         return self.type(text)
 
     def enabled(self) -> bool:
-        """Return True if an on/off variable is set to on."""
+        """Return True if the value of an on/off variable is on."""
         return self.get() == "1"
 
     def _text(self) -> str:
@@ -303,7 +303,7 @@ SIM_HCCL_DELAY = Variable(
 
 
 def check() -> None:
-    """Validate every ``MEGATRON_NPU_*`` environment variable that is set, before any of them is used.
+    """Check every ``MEGATRON_NPU_*`` environment variable that is set, before any of them is used.
 
     Raises:
         UsageError: a variable is unknown or has a value that is not accepted.
@@ -321,7 +321,7 @@ def check() -> None:
 
 
 def _ranks_are_numbers() -> None:
-    """Check the variables with which a launcher numbers processes; they are read in many places.
+    """Check the variables with which launchers number processes, because many functions read them.
 
     Raises:
         UsageError: a variable is not a non-negative integer.
@@ -351,7 +351,8 @@ def _torchs_safety_is_on() -> None:
 
 @functools.cache
 def operation_names() -> frozenset[str]:
-    """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: operations in ``megatron_npu/ops``, and groups.
+    """Return the names that ``MEGATRON_NPU_VERIFY`` accepts: the operations in ``megatron_npu/ops``, and
+    groups of them.
 
     The names are read from the source files, because settings are checked before any operation is imported.
     """
@@ -366,7 +367,7 @@ def operation_names() -> frozenset[str]:
 
 
 def verified_operations() -> frozenset[str]:
-    """Return the operations named in ``MEGATRON_NPU_VERIFY``.
+    """Return the operations that ``MEGATRON_NPU_VERIFY`` selects.
 
     Raises:
         UsageError: a name is neither an operation, a group of operations, nor ``all``.

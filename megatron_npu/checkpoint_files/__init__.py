@@ -1,1 +1,3 @@
-"""Manage checkpoint files: checksums, locks, per-machine parts, and the comparison of replicas."""
+"""Manage the files of checkpoints: checksums, locks, parts on several machines, and the comparison of
+replicas.
+"""

@@ -1,4 +1,4 @@
-"""Write checksums of a checkpoint's files on save, and verify them on load.
+"""Write checksums of the files of a checkpoint when it is saved, and verify them when it is loaded.
 
 The checksums detect damage (a faulty disk, a truncated copy), not tampering: anyone who can change a file can
 change its checksum. The checksums are 128-bit XXH3 digests, computed with the xxhash package at more than 10
@@ -65,7 +65,7 @@ def write(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the checksums of a checkpoint that will be overwritten. Only one process may do this.
+    """Remove the checksums of a checkpoint that is about to be overwritten. Only one process may do this.
 
     Unfinished checksum files are removed too, because a later ``write`` would treat them as files of the
     checkpoint.
@@ -75,7 +75,7 @@ def forget(folder: Path) -> None:
 
 
 def place() -> tuple[int, int]:
-    """Return this rank and the number of ranks, or 0 and 1 in a single-process run."""
+    """Return this rank and the number of ranks, which are 0 and 1 in a single-process run."""
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -92,7 +92,10 @@ def gathered(own: Any, ranks: int) -> list[Any]:
 
 
 def renew(path: Path) -> None:
-    """Update the checksum of one file after an intended change. Only one process may do this."""
+    """Update the checksum of one file after the file was changed intentionally.
+
+    Only one process may do this.
+    """
     recorded = path.parent / NAME
     if recorded.is_file():
         content = json.loads(files.text(recorded))
@@ -105,7 +108,7 @@ _WHOLE = "--load-last-good loads the newest undamaged checkpoint there."
 
 @contextlib.contextmanager
 def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
-    """Verify the checksums of files while the block loads them. All ranks must call this.
+    """Verify the checksums of files while the ``with`` block loads them. All ranks must call this.
 
     Each rank verifies a part of the files (``_readers``). Loaded data is valid only after the block has
     ended: if a file is damaged, the end of the block raises an error. If the block fails on some ranks, each
@@ -145,7 +148,7 @@ def verifying(folder: Path, remedy: str = _WHOLE) -> Iterator[None]:
 
 
 def require_sizes(folder: Path, remedy: str = _WHOLE) -> None:
-    """Compare the sizes of all files with the recorded sizes, without reading their contents.
+    """Compare the sizes of all files with the recorded sizes, without reading the files.
 
     Raises:
         UsageError: a file is missing or has a different size; the error names it.
@@ -173,7 +176,7 @@ def _tell_of_none(folder: Path) -> None:
 
 
 def require_whole(folder: Path, names: Iterable[str], remedy: str = _WHOLE) -> None:
-    """Verify some files of a checkpoint immediately, in this process only.
+    """Verify some files of a checkpoint immediately, and only in this process.
 
     Raises:
         UsageError: a file with a checksum, or the checksum file itself, is damaged.
@@ -190,7 +193,7 @@ def _require_none(folder: Path, faults: Iterable[list[str]], remedy: str) -> Non
 
 
 def damaged(folder: Path) -> list[str]:
-    """Return the problems with a checkpoint's files.
+    """Return the problems with the files of a checkpoint.
 
     Without checksums, only missing shards can be found.
     """
@@ -199,14 +202,14 @@ def damaged(folder: Path) -> list[str]:
 
 
 def of_other_sizes(folder: Path) -> list[str]:
-    """Return the files that are missing or have the wrong size, without reading their contents."""
+    """Return the files that are missing or have the wrong size, without reading the files."""
     entries, faults = _entries(folder)
     found = ((name, _size_fault(folder / name, entry)) for name, entry in sorted(entries.items()))
     return sorted({*faults, *(f"{name} {fault}" for name, fault in found if fault)})
 
 
 def _entries(folder: Path) -> tuple[Entries, list[str]]:
-    """Return the recorded checksums, and the problems with the records.
+    """Return the recorded checksums, and any problems with the record itself.
 
     Without records, both are empty.
 
@@ -241,7 +244,7 @@ def _faults(
 
 
 def newest_verified(root: Path) -> tuple[int | None, list[int]]:
-    """Find the newest checkpoint under ``root`` that has checksums and undamaged files.
+    """Find the newest checkpoint under ``root`` that has checksums and whose files are undamaged.
 
     Returns:
         Its iteration (None if there is none), and the iterations of later checkpoints, which are damaged or
@@ -258,7 +261,7 @@ def newest_verified(root: Path) -> tuple[int | None, list[int]]:
 
 
 def newest_whole(root: str | Path) -> int | None:
-    """Return the iteration that ``--load-last-good`` loads, and log the skipped iterations.
+    """Return the iteration that ``--load-last-good`` loads, and log the iterations that it skips.
 
     All ranks must call this.
 
@@ -302,7 +305,7 @@ def _writer(path: Path, found: Mapping[str, Path], ranks: int) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the rank that wrote a torch_dist shard according to its file name, or None."""
+    """Return the rank that wrote a shard of a torch_dist checkpoint, given the shard's file name, or None."""
     number = path.name.removeprefix("__").split("_")[0]
     return int(number) if path.suffix == ".distcp" and number.isdecimal() else None
 
@@ -353,7 +356,7 @@ def _entry(path: Path) -> list[int | str]:
 
 
 def _digest(path: Path, stop: threading.Event | None = None) -> str | None:
-    """Return the checksum of a file, or None if ``stop`` was set during the computation."""
+    """Return the checksum of a file, or None if ``stop`` was set while it was being computed."""
     import xxhash
 
     digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)

@@ -1,4 +1,4 @@
-"""Save checkpoints in parts on the disks of each machine (``--save-per-machine``).
+"""Save checkpoints in parts on the disks of several machines (``--save-per-machine``).
 
 Ranks that see the same folder under one path share a disk, and the first of them acts for it. Each disk has
 the shards of its own ranks and all small files: index, description, checksums, and ``machine.json``, which
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(hours=1)  # of one such chunk, which others' disks may hold
 
 @dataclass(frozen=True)
 class Disks:
-    """The disks of a run for a given folder, and the ranks that share each disk.
+    """The disks on which a run stores a given folder, and the ranks that share each disk.
 
     Attributes:
         of_rank: for each rank, the first rank that sees the same disk.
@@ -50,18 +50,18 @@ class Disks:
 
     @property
     def first(self) -> int:
-        """The rank that acts on behalf of this rank's disk."""
+        """The rank that acts for all ranks that share this rank's disk."""
         return self.of_rank[dist.get_rank()]
 
     @property
     def members(self) -> list[int]:
-        """The ranks that can access this rank's disk."""
+        """The ranks that have access to this rank's disk."""
         return [rank for rank, first in enumerate(self.of_rank) if first == self.first]
 
 
 @dataclass
 class _Run:
-    """State of the current run.
+    """The state of the current run.
 
     Attributes:
         saves_into: the disks that the run saves to, or None if all ranks share one folder.
@@ -76,7 +76,7 @@ _run = _Run()
 
 
 def copy_to(address: str | None) -> None:
-    """Copy all checkpoints that are saved from now on to an address in object storage, or to none."""
+    """From now on, copy all saved checkpoints to the given address in object storage, or to no address."""
     _run.copies_to = address or None
 
 
@@ -91,7 +91,7 @@ def several() -> Disks | None:
 
 
 def leads() -> bool:
-    """Return True if this rank acts on behalf of its disk.
+    """Return True if this rank acts for all ranks that share its disk.
 
     If all ranks share one disk, rank 0 acts for it.
     """
@@ -101,7 +101,7 @@ def leads() -> bool:
 
 
 def save_into(folder: Path) -> None:
-    """Determine which ranks share a disk, and use the result for later saves.
+    """Determine which ranks share a disk, and store the result for later saves.
 
     All ranks must call this.
     """
@@ -109,12 +109,12 @@ def save_into(folder: Path) -> None:
 
 
 def forget() -> None:
-    """Use one shared folder for later saves again."""
+    """From now on, save to one shared folder again."""
     _run.saves_into = None
 
 
 def _found(folder: Path) -> Disks | None:
-    """Determine which ranks share the disk of ``folder``.
+    """Determine which ranks share the disk that contains ``folder``.
 
     Return None if all ranks share it.
     """
@@ -141,7 +141,7 @@ def _found(folder: Path) -> Disks | None:
 
 
 def _seen(folder: Path, names: list[str]) -> list[int]:
-    """Return the ranks whose marker files are visible on this rank."""
+    """Return the ranks whose marker files this rank sees."""
     end = time.monotonic() + _PATIENCE
     while True:
         there = [rank for rank, name in enumerate(names) if (folder / name).is_file()]
@@ -160,7 +160,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def absent(folder: Path) -> dict[str, str]:
-    """Return the checkpoint files on other machines with their machines.
+    """Return the files of a checkpoint that are on other machines, with the names of these machines.
 
     The result is empty if there are none.
     """
@@ -171,7 +171,9 @@ def absent(folder: Path) -> dict[str, str]:
 
 
 def told(folder: Path) -> str | None:
-    """Describe the part of a checkpoint in a folder, or return None if the checkpoint is complete."""
+    """Describe the part of a checkpoint that a folder contains, or return None if the checkpoint is
+    complete.
+    """
     away = absent(folder)
     if not away:
         return None
@@ -182,7 +184,7 @@ def told(folder: Path) -> str | None:
 
 
 def require_whole(folder: Path) -> None:
-    """Check that a checkpoint for a single reading process is complete, not one machine's part.
+    """Check that a checkpoint to be read by a single process is complete, and not only one machine's part.
 
     Raises:
         UsageError: the folder contains only a part.
@@ -211,7 +213,7 @@ def _listed(away: Mapping[str, str]) -> str:
 
 
 def complete(folder: Path) -> None:
-    """Copy small files of a checkpoint to every machine, with the list of files on other machines.
+    """Copy the small files of a checkpoint to every machine, with a list of the files on other machines.
 
     All ranks must call this after all of them have written. The call has no effect if the machines share one
     folder.
@@ -232,7 +234,7 @@ def complete(folder: Path) -> None:
 
 
 def _spread(folder: Path, disks: Disks) -> str | None:
-    """Run ``complete`` on the first rank of a disk.
+    """Run ``complete`` on the first rank of each disk.
 
     Return a shard that no machine has, or None.
     """
@@ -256,7 +258,7 @@ def _spread(folder: Path, disks: Disks) -> str | None:
 
 
 def publish(tracker: Path) -> None:
-    """Copy the tracker file that rank 0 wrote to every machine. All ranks must call this."""
+    """Copy the tracker file that rank 0 has written to every machine. All ranks must call this."""
     if _run.saves_into is None or _run.saves_into.group is None:
         return
     there = [tracker.is_file()]
@@ -266,7 +268,7 @@ def publish(tracker: Path) -> None:
 
 
 def is_shard(name: str) -> bool:
-    """Return True if a file is kept only on the machine of the rank that wrote it."""
+    """Return True if a file exists only on the machine of the rank that wrote it."""
     return name.endswith(".distcp") or name.startswith("mp_rank_")
 
 
@@ -280,7 +282,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
-    """Send a file to the other ranks of a group.
+    """Send a file to the other ranks of a process group.
 
     Only ranks with ``wanted`` write it.
 
@@ -308,7 +310,7 @@ def _send(path: Path, source: int, wanted: bool, group: Any) -> None:
 
 @contextlib.contextmanager
 def whole(folder: Path | None) -> Iterator[None]:
-    """Provide all files of a checkpoint on every machine while the block loads it.
+    """Provide all files of a checkpoint on every machine while the ``with`` block loads it.
 
     All ranks must call this.
 
@@ -352,7 +354,7 @@ def whole(folder: Path | None) -> Iterator[None]:
 
 
 def _bring(folder: Path, disks: Disks, brought: list[Path]) -> list[str]:
-    """Fetch the files that are missing on this rank's disk.
+    """Fetch the files that are missing on the disk of this rank.
 
     Return those that no machine has.
     """

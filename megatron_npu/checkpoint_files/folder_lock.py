@@ -67,7 +67,7 @@ def held() -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Release the lock."""
+    """Release the lock of a folder."""
     _held.discard(descriptor)
     os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""Join the parts of a checkpoint from several machines (``--save-per-machine``)."""
+"""Join the parts of a checkpoint that are on several machines (``--save-per-machine``)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
 
 
 def _identity(part: Path) -> tuple[str, list[bytes]]:
-    """Return the values that must be identical in all parts of one save."""
+    """Return the values that must be the same in all parts of a checkpoint."""
     paths = [part / name for name in (checksums.NAME, index.NAME)]
     return part.name, [path.read_bytes() for path in paths if path.is_file()]
 

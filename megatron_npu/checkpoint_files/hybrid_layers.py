@@ -1,4 +1,5 @@
-"""Read a hybrid model's checkpoint into a GPT model, whose layers each correspond to two in the file.
+"""Read the checkpoint of a hybrid model into a GPT model, where one GPT layer corresponds to two hybrid
+layers.
 
 Megatron-LM deprecates ``GPTModel`` in favor of ``HybridModel``, whose layer pattern ``*-*-`` (``*E*E`` with
 experts) computes the same as a GPT with two layers. The hybrid stores the attention of layer *i* in its layer
@@ -21,7 +22,8 @@ _AS_A_GPT = re.compile(r"(\*-)+|(\*E)+")
 
 
 def layers_of_gpt(pattern: str) -> int:
-    """Return the number of layers of the GPT model that is equivalent to a hybrid model with ``pattern``.
+    """Return the number of layers of the GPT model that is equivalent to a hybrid model with the given
+    ``pattern``.
 
     Args:
         pattern: the value of ``--hybrid-layer-pattern``, with ``|`` between pipeline stages.
@@ -41,12 +43,12 @@ def layers_of_gpt(pattern: str) -> int:
 
 
 def is_of_hybrid(keys: Iterable[str]) -> bool:
-    """Return True if a checkpoint has the weight names of a hybrid model."""
+    """Return True if the names of the weights in a checkpoint are those of a hybrid model."""
     return any(key.startswith(_FINAL_NORM) for key in keys)
 
 
 def point_at(wanted: dict[str, Any]) -> None:
-    """Map a GPT's weights and optimizer state to their names in a hybrid model's checkpoint.
+    """Map the weights and the optimizer state of a GPT model to their names in a hybrid model's checkpoint.
 
     Args:
         wanted: the ``sharded_state_dict`` of a model or optimizer. Keys and axes are changed in place; the
@@ -74,7 +76,7 @@ def _moved(entry: Any) -> Any:
 
 
 def _layer_of(entry: Any) -> int:
-    """Return the layer number of an entry, which is its offset along the first axis."""
+    """Return the layer number of an entry, which is the entry's offset along the first axis."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -84,7 +86,7 @@ def _layer_of(entry: Any) -> int:
 
 
 def _without_layers(entry: Any) -> Any:
-    """Remove the layer axis, also from the tensors that a factory builds later."""
+    """Remove the layer axis, including from tensors that a factory builds later."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

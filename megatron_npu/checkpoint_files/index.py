@@ -1,4 +1,4 @@
-"""Find the shards named in a checkpoint's index in torch's format, without unpickling the index."""
+"""Find the shards that a checkpoint's index in torch's format names, without unpickling the index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")  # torch's names, and megatron-core's
 
 
 def shards(folder: Path) -> set[str]:
-    """Return the names of the files that contain a checkpoint's tensors, or an empty set without an index."""
+    """Return the names of the files that contain the tensors of a checkpoint, or an empty set if it has
+    no index.
+    """
     try:
         with files.regular(folder / NAME) as stream:
             return {name.decode() for name in _SHARD.findall(stream.read())}
@@ -21,5 +23,5 @@ def shards(folder: Path) -> set[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """Return the shards that the index names but the folder lacks."""
+    """Return the shards that the index names but that the folder does not contain."""
     return sorted(name for name in shards(folder) if not (folder / name).is_file())

@@ -1,4 +1,5 @@
-"""Copy complete checkpoints to object storage, and fetch the newest of them (``--object-storage``).
+"""Copy complete checkpoints to object storage, and fetch the newest of them from there
+(``--object-storage``).
 
 Objects cannot be renamed, so a run writes each checkpoint to ``--save`` and then copies it. ``_SUCCESS`` is
 the last object of a checkpoint; a checkpoint without it is never fetched. fsspec connects to the storage.
@@ -31,7 +32,9 @@ _T = TypeVar("_T")
 
 
 class UploadError(OSError):
-    """Raised on all ranks when a checkpoint, which is complete in ``--save``, could not be copied."""
+    """Raised on all ranks when a checkpoint that is complete in ``--save`` could not be copied to object
+    storage.
+    """
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,19 @@ class Storage:
     root: str
 
     def path(self, *names: str) -> str:
-        """Return the path of an object."""
+        """Return the path of an object in the storage."""
         return "/".join([self.root.rstrip("/"), *names])
 
     def iterations(self) -> list[int]:
-        """Return the iterations of complete checkpoints, in order."""
+        """Return the iterations of complete checkpoints in ascending order."""
         found = self.system.glob(self.path("iter_*", MARK))
         names = (str(path).split("/")[-2].removeprefix("iter_") for path in found)
         return sorted(int(name) for name in names if name.isdecimal())
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size of each object of a checkpoint, by its path in there; without the mark."""
+        """Return the sizes of the objects of a checkpoint, except its marker, keyed by their paths in the
+        checkpoint.
+        """
         begin = self.path(name) + "/"
         found = self.system.find(self.path(name), detail=True)
         return {
@@ -69,13 +74,13 @@ class Storage:
         }
 
     def write(self, text: str, *names: str) -> None:
-        """Write a small object."""
+        """Write a small object to the storage."""
         with self.system.open(self.path(*names), "wb") as stream:
             stream.write(text.encode())
 
 
 def opened(address: str) -> Storage:
-    """Return the storage at an address.
+    """Open the storage at an address, and return it.
 
     Raises:
         UsageError: the text is not an address, or the package for its scheme is not installed.
@@ -111,7 +116,7 @@ def _missing(address: str, scheme: str, error: Exception) -> UsageError:
 
 
 def upload(folder: Path) -> None:
-    """Copy a complete checkpoint to the address of this run, if it has one. All ranks must call this.
+    """Copy a complete checkpoint to the storage of this run, if it has one. All ranks must call this.
 
     Ranks divide the files. With a folder on each machine, each copies its own shards, and rank 0 the rest.
 
@@ -129,7 +134,7 @@ def upload(folder: Path) -> None:
 
 
 def _own(folder: Path) -> list[str]:
-    """Return the files of a checkpoint that this rank copies."""
+    """Return those files of a checkpoint that this rank copies."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -145,7 +150,7 @@ def _own(folder: Path) -> list[str]:
 
 
 def _forget(storage: Storage, name: str) -> None:
-    """Remove an earlier copy of the checkpoint, such as that of a killed run.
+    """Remove an earlier copy of a checkpoint, such as one that a killed run left incomplete.
 
     The mark goes first.
     """
@@ -162,7 +167,7 @@ def _put(storage: Storage, folder: Path, names: list[str]) -> None:
 
 
 def _declare(storage: Storage, name: str) -> None:
-    """Write the mark, and then the tracker."""
+    """Write the marker of a complete checkpoint, and then the tracker file."""
     _retried(lambda: storage.write("", name, MARK))
     _retried(lambda: storage.write(name.removeprefix("iter_").lstrip("0") + "\n", trackers.TRACKER))
 
@@ -208,7 +213,7 @@ def _rank() -> int:
 
 
 def fetch(address: str, load: str, step: int | None = None) -> None:
-    """Make the newest complete checkpoint of a storage the newest one in ``--load``.
+    """Make the newest complete checkpoint in object storage the newest one in the ``--load`` folder.
 
     Each process calls this before it looks for the checkpoint; one of those that share the folder copies it.
 
@@ -254,7 +259,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _bring(storage: Storage, root: Path, iteration: int) -> None:
-    """Copy a checkpoint into ``root``, unless it is there, and set the tracker."""
+    """Copy a checkpoint to ``root`` unless it is already there, and update the tracker file."""
     name = f"iter_{iteration:07d}"
     sizes = _retried(lambda: storage.sizes(name))
     if not _is_there(storage, root / name, sizes):
@@ -309,7 +314,7 @@ def _has_same_checksums(storage: Storage, folder: Path, name: str) -> bool:
 
 
 def _is_there(storage: Storage, place: Path, sizes: dict[str, int]) -> bool:
-    """Return True if a folder has the files of a checkpoint; those of other machines may be absent."""
+    """Return True if a folder contains the files of a checkpoint, except for those of other machines."""
     away = disks.absent(place)
     for name, size in sizes.items():
         path = place / name

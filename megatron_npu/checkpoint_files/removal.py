@@ -1,4 +1,4 @@
-"""Remove a checkpoint safely.
+"""Remove checkpoints safely.
 
 An interrupted removal never leaves a checkpoint that appears to be complete.
 """

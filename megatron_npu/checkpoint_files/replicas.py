@@ -1,4 +1,4 @@
-"""Check that weights and gradients of data-parallel replicas are bitwise identical.
+"""Check that the weights and gradients of data-parallel replicas are bitwise identical.
 
 If a bit flips in a rank's memory, a core computes incorrect results, or a program changes weights on one rank
 only, no error is raised, but the replicas diverge. Each rank sends a 16-byte digest; if the digests differ,
@@ -20,7 +20,8 @@ Named: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class ReplicasDifferError(RuntimeError):
-    """Raised when replicas have diverged, because training would continue with different models.
+    """Raised when replicas have diverged, because training would continue with different models on different
+    ranks.
 
     Args:
         what: ``weight`` or ``gradient of``.
@@ -39,7 +40,7 @@ class ReplicasDifferError(RuntimeError):
         )
 
     def __reduce__(self) -> tuple[type[ReplicasDifferError], tuple[str, str, Sequence[Sequence[int]], int]]:
-        """Make the error picklable, so that ranks can send it to each other."""
+        """Return the data for pickling the error, so that ranks can send it to each other."""
         return type(self), (self.what, self.name, self.ranks, self.others)
 
 
@@ -56,7 +57,7 @@ def _few(ranks: Sequence[int]) -> str:
 
 
 def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks of a group have bitwise identical tensors.
+    """Check that the tensors on all ranks of a group are bitwise identical.
 
     All of these ranks must call this.
 
@@ -78,7 +79,7 @@ def require_equal(what: str, named: Named, group: dist.ProcessGroup | None = Non
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return a 16-byte digest of every bit of a tensor with any shape and dtype, on any device."""
+    """Return a 16-byte digest of all bits of a tensor of any shape and dtype on any device."""
     import xxhash
 
     host: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -102,7 +103,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
-    """Raise ``ReplicasDifferError`` for the digests of all tensors on each of ``ranks``."""
+    """Raise ``ReplicasDifferError``, given the digests of all tensors on each of the ``ranks``."""
     names = dict.fromkeys(name for each in digests for name in each)
     differing = [name for name in names if len({each.get(name) for each in digests}) > 1]
     first = [each.get(differing[0]) for each in digests]
@@ -114,7 +115,9 @@ def _tell(what: str, digests: list[dict[str, bytes]], ranks: list[int]) -> None:
 
 
 def check_megatron(chunks: Sequence[nn.Module]) -> None:
-    """Check the weights of a Megatron model. All ranks must call this, with parameters gathered.
+    """Check that the weights of a Megatron model are identical on all replicas.
+
+    All ranks must call this, with parameters gathered.
 
     Dense weights must be the same on all data- and context-parallel ranks, and experts' weights on all ranks
     of expert data parallelism.
@@ -129,7 +132,8 @@ def check_megatron(chunks: Sequence[nn.Module]) -> None:
 
 
 def check_megatron_gradients(chunks: Sequence[Any]) -> None:
-    """Check the reduced gradients of a Megatron model, before the optimizer's step.
+    """Check that the reduced gradients of a Megatron model are identical on all replicas, before the
+    optimizer's step.
 
     With the distributed optimizer, there is nothing to compare, because each rank has only its own part of
     the sums.
@@ -146,7 +150,9 @@ def check_megatron_gradients(chunks: Sequence[Any]) -> None:
 
 
 def gradient(parameter: Any) -> Tensor | None:
-    """Return a parameter's gradient from Megatron's buffer if there is one, or its own gradient."""
+    """Return the gradient of a parameter from Megatron's buffer or, without such a buffer, its own
+    gradient.
+    """
     return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 
@@ -158,7 +164,9 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def _check_both(what: str, found: Sequence[tuple[str, Tensor, nn.Parameter]]) -> None:
-    """Compare dense parameters and expert parameters, each within the group of ranks that replicate them."""
+    """Check dense parameters and expert parameters, each within the group of ranks that have replicas of
+    them.
+    """
     from megatron.core import parallel_state
 
     dense = [(name, tensor) for name, tensor, p in found if getattr(p, "allreduce", True)]

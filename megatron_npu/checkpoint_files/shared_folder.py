@@ -1,4 +1,4 @@
-"""Check that all ranks of a run see the same shared folder, and raise a one-line error if they do not.
+"""Check that all ranks of a run see the same folder, and raise a one-line error if they do not.
 
 Machines with separate disks under the same path would each write a part of a checkpoint, which would remain
 unnoticed until the checkpoint is loaded. On a network file system, a rank that does not see a file retries
@@ -57,7 +57,8 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
 
 
 def views(folder: Path) -> list[tuple[bool, str]]:
-    """Return for each rank whether it sees a file that rank 0 creates in a folder, and its host name.
+    """Return, for each rank, whether it sees a file that rank 0 creates in a folder, and the name of its
+    host.
 
     All ranks must call this. The list is empty if there is one rank, or if rank 0 cannot create the file.
     """
@@ -75,7 +76,7 @@ def views(folder: Path) -> list[tuple[bool, str]]:
 
 
 def require_same(flag: str, folder: str | Path, found: str | None) -> None:
-    """Check that all ranks found the same checkpoint in a folder. All ranks must call this.
+    """Check that all ranks have found the same checkpoint in a folder. All ranks must call this.
 
     Args:
         flag: the flag that names the folder.
@@ -102,7 +103,9 @@ def require_same(flag: str, folder: str | Path, found: str | None) -> None:
 
 
 def require_all(folder: Path, names: Iterable[str]) -> None:
-    """Check that every rank sees the files that any rank wrote to a folder. All ranks must call this.
+    """Check that every rank sees the files that the ranks have written to a folder.
+
+    All ranks must call this.
 
     Args:
         folder: the folder of a checkpoint written by all ranks.
@@ -125,7 +128,9 @@ def require_all(folder: Path, names: Iterable[str]) -> None:
 
 
 def becomes_true(folder: Path, holds: Callable[[], bool]) -> bool:
-    """Return True if a condition on a folder becomes true, allowing for delays of network file systems."""
+    """Return True if a condition on a folder becomes true, allowing time for delays of network file
+    systems.
+    """
     if holds():
         return True
     end = time.monotonic() + _PATIENCE[_is_of_one_machine(folder)]
@@ -159,14 +164,14 @@ def _is_of_one_machine(folder: Path) -> bool:
 
 
 def _gathered(own: Any) -> list[tuple[Any, str]]:
-    """Return the values of all ranks, each with the host name of its machine."""
+    """Return the values of all ranks, each with the name of the rank's host."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (own, socket.gethostname()))
     return parts
 
 
 def _machines(every: Sequence[tuple[Any, str]], of: Callable[[Any], bool]) -> str:
-    """Return the names of the machines with a rank whose value satisfies ``of``."""
+    """Return the names of the machines that have a rank whose value satisfies the condition ``of``."""
     found: dict[str, int] = {}
     for rank, (own, host) in enumerate(every):
         if of(own):

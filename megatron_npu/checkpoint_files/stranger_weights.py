@@ -1,4 +1,4 @@
-"""Check downloaded weights against the published hash, and search them for implausible values.
+"""Check downloaded weights against their published hashes, and search them for implausible values.
 
 A ``model.safetensors`` contains no checksum, but the hub has the SHA-256 of each large file: its cache uses
 the SHA-256 as the file name, and ``hf download --local-dir`` stores it beside the file.
@@ -27,7 +27,7 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def require_as_downloaded(folder: Path) -> int:
-    """Compare the weights in a folder with the hub's checksums, if available.
+    """Compare the weights in a folder with the checksums of the hub, if these are available.
 
     Return the number of files that were compared.
 
@@ -49,7 +49,7 @@ def require_as_downloaded(folder: Path) -> int:
 
 
 def _of_the_hub(file: Path) -> str | None:
-    """Return the recorded digest of a file from the hub's cache or from a download into a folder."""
+    """Return the digest that was recorded when a file was downloaded to the hub's cache or to a folder."""
     if file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
         return file.resolve().name
     note = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
@@ -69,7 +69,7 @@ def _sha256(file: Path) -> str:
 
 
 def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Log the weights with values that trained models do not have, and return their names.
+    """Log the names of weights whose values do not occur in trained models, and return these names.
 
     Args:
         where: the source of the weights.
@@ -89,8 +89,7 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
 
 
 def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]:
-    """Search models loaded from a checkpoint without checksums for implausible weights, and return their
-    names.
+    """Search models loaded without checksums for implausible weights, and return the names of these weights.
 
     Checkpoints with checksums have already been verified.
     """
@@ -100,7 +99,7 @@ def tell_of_loaded(folder: Path, models: Iterable[torch.nn.Module]) -> list[str]
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value, or infinity if the tensor contains NaN."""
+    """Return the largest absolute value in a tensor, or infinity if the tensor contains NaN."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return 0.0
     least, most = torch.aminmax(tensor.detach())

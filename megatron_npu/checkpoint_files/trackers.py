@@ -1,4 +1,4 @@
-"""Detect a tracker file that names an older checkpoint than the newest one in its folder."""
+"""Detect a tracker file that does not name the newest checkpoint in its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name
 
 @functools.cache
 def tell_of_newer(place: Path) -> None:
-    """Warn once, on rank 0, if there are newer checkpoints than the one that a tracker file names.
+    """Warn once, on rank 0, if there are checkpoints that are newer than the one that a tracker file names.
 
     Only checkpoints with checksums count, because checksums are written last.
 

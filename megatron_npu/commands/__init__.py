@@ -1,1 +1,1 @@
-"""Define the table of ``megatron-npu`` commands, and the commands without a package of their own."""
+"""Define the table of ``megatron-npu`` commands, and those commands that have no package of their own."""

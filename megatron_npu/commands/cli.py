@@ -178,7 +178,7 @@ def _unknown(name: str) -> UsageError:
 
 
 def _for_absent_scripts(argv: list[str]) -> list[str]:
-    """Replace ``run generate_samples_gpt.py`` by ``generate`` if this checkout lacks that script."""
+    """Replace ``run generate_samples_gpt.py`` with ``generate`` if the checkout lacks this script."""
     script = argv[1] if argv[0] == "run" and argv[1:] else ""
     if os.path.basename(script) != "generate_samples_gpt.py" or os.path.isfile(script):
         return argv
@@ -191,7 +191,7 @@ def _for_absent_scripts(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit code, which is 2 for invalid input."""
+    """Run one subcommand, and return its exit code, which is 2 for invalid input."""
     argv = sys.argv[1:] if argv is None else argv
     standard_streams.open_closed()
     _write_any_character()
@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
-    """Report that a signal has ended a command, and return the exit code."""
+    """Report that a signal has ended the command, and return the exit code."""
     terminated = isinstance(interrupt, interruption.TerminatedError)
     if int(os.environ.get("RANK", "0")) == 0:
         told = "terminated" if terminated else "interrupted"
@@ -230,7 +230,7 @@ def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
-    """Handle help, version and unknown commands.
+    """Handle requests for help or the version, and unknown commands.
 
     Return the exit code, or None for a known command.
     """
@@ -247,7 +247,7 @@ def _answer_without_command(argv: list[str]) -> int | None:
 
 
 def _run_heard(argv: list[str]) -> int:
-    """Check the settings, run an existing command, and handle Ctrl-C."""
+    """Check the settings, run a command, and handle Ctrl-C."""
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
@@ -266,7 +266,7 @@ def _run_heard(argv: list[str]) -> int:
 
 
 def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
-    """Return the error message and the exit code, or None if the traceback should be shown instead."""
+    """Return the error message and the exit code for an error, or None if its traceback should be shown."""
     if isinstance(error, ModuleNotFoundError):
         told = _absent(error)
         return None if told is None else (str(told), 2)
@@ -286,7 +286,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
 
 
 def _say(text: str, code: int) -> int:
-    """Print a text and return ``code``, or return 1 if the text cannot be printed."""
+    """Print a text and return ``code``, or 1 if the text cannot be printed."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -299,7 +299,7 @@ def _say(text: str, code: int) -> int:
 
 
 def _reader_is_gone() -> int:
-    """Return the exit code for a closed pipe, which means that its reader (such as ``head``) has exited."""
+    """Return the exit code for a closed pipe, whose reader (such as ``head``) has exited."""
     _drop_output()
     return 1
 
@@ -316,7 +316,7 @@ def _write_any_character() -> None:
 
 
 def _write_whole_lines() -> None:
-    """Write whole lines to standard output, even under ``python -u``.
+    """Write only whole lines to standard output, even under ``python -u``.
 
     The ranks started by torchrun share one pipe.
 
@@ -329,7 +329,7 @@ def _write_whole_lines() -> None:
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error for a required package that one of our modules cannot import, or None."""
+    """Return the error about a required package that one of our modules failed to import, or None."""
     name = error.name or ""
     asking = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     asking = [module for module in asking if not module.startswith("importlib")]
@@ -359,7 +359,7 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Let a command clean up after SIGTERM.
+    """Let a command clean up when it receives SIGTERM.
 
     Ranks started by a launcher keep the default action.
     """
@@ -369,9 +369,7 @@ def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _packages_for(argv: list[str]) -> contextlib.AbstractContextManager[None]:
-    """Return a context for commands that do not require torch, because they only print help or read
-    sources.
-    """
+    """Return a context for commands that do not need torch, because they only print help or read sources."""
     if _asks_for_help(argv):
         return inert_packages.for_help()
     if argv[0] in ("check", "pin") or (argv[0] == "ledger" and "--static" in _flags(argv)):

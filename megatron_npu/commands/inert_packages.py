@@ -29,7 +29,7 @@ _PROJECT = __name__.partition(".")[0]
 
 @contextlib.contextmanager
 def for_help() -> Iterator[None]:
-    """Import modules only for their help texts inside the block, and unload them afterwards."""
+    """Import modules only for their help texts inside the ``with`` block, and unload them afterwards."""
     names = [*_not_imported(SLOW), *_absent(DECLARED)]
     before = set(sys.modules)
     finder = _Finder(names)
@@ -44,7 +44,10 @@ def for_help() -> Iterator[None]:
 
 
 def for_records() -> None:
-    """Import adaptors only to read their patch records. Missing packages remain inert afterwards."""
+    """Import adaptors only for their patch records inside the ``with`` block.
+
+    Missing packages remain inert afterwards.
+    """
     names = _absent(("torch", *DECLARED))
     if names:
         sys.meta_path.insert(0, _Finder(names))
@@ -59,7 +62,7 @@ def _absent(names: Sequence[str]) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Module finder that provides inert modules for the given packages and their submodules."""
+    """Module finder that provides inert modules in place of given packages and their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -77,14 +80,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Module(types.ModuleType):
-    """A module in which every name exists and is inert."""
+    """A module in which every name exists and has no effect."""
 
     def __getattr__(self, name: str) -> Any:
         return _inert(name, self.__name__)
 
 
 class _Inert(type):
-    """Metaclass of names in inert modules.
+    """Metaclass of the names in inert modules.
 
     The names are classes, so that other classes can inherit from them.
     """

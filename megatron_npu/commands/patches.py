@@ -202,7 +202,7 @@ def _find(options: argparse.Namespace) -> Upstream:
 
 
 def _records(found: Upstream) -> list[Patch]:
-    """Import the adaptors to record their patches, and return those for this upstream version."""
+    """Import the adaptors, which record their patches, and return the patches for this upstream version."""
     if found.name not in megatrons.NAMES:
         raise UsageError(
             f"unknown upstream {found.name}; --upstream must be {either(megatrons.NAMES)}",
@@ -219,7 +219,7 @@ def _records(found: Upstream) -> list[Patch]:
 
 
 def _shipped(patches: list[Patch], found: Upstream) -> list[Patch]:
-    """Return the patches whose package (such as ``megatron/training``) exists in this copy of Megatron."""
+    """Return the patches of packages (such as ``megatron/training``) that this copy of Megatron contains."""
 
     def ships(module: str) -> bool:
         parts = module.split(".")[:2]
@@ -249,7 +249,7 @@ def _keep_absent(pinned: PinFile, modules: set[str], directory: Path) -> None:
 
 
 def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | None) -> Ledger:
-    """Import ``modules`` with the import hook armed, and return the ledger.
+    """Import ``modules`` while the import hook is installed, and return the ledger.
 
     The default is ``named``, or else every module with patches.
     """
@@ -266,9 +266,7 @@ def _live_ledger(found: Upstream, modules: list[str] | None, named: list[str] | 
 
 
 def _why_not_imported(name: str, found: Upstream, *, asked: bool) -> str | None:
-    """Try to import an upstream module.
-
-    Return the reason if it cannot be imported, or None.
+    """Try to import an upstream module, and return the reason if this fails, or None.
 
     Raises:
         UsageError: the module does not exist, and the user has asked for it.
@@ -336,7 +334,7 @@ def _ours(group: list[Verdict]) -> list[str]:
 
 
 def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
-    """Return a report with one entry per target.
+    """Return a report with one entry for each target.
 
     Failures come first, followed by compatible changes and all other targets.
     """
@@ -350,7 +348,7 @@ def _verdicts_as_text(found: Upstream, verdicts: list[Verdict]) -> str:
 
 
 def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
-    """Yield the report lines about one target, including a description of changes since it was pinned."""
+    """Yield the lines of the report about one target, with a description of changes since it was pinned."""
     worst, ours = group[0], ", ".join(_ours(group))
     if worst.fails or worst.drifted:
         yield f"{'FAILS' if worst.fails else 'warns':<5}  {worst.target}"
@@ -365,7 +363,7 @@ def _lines_of(group: list[Verdict], version: str) -> Iterator[str]:
 
 
 def _pins_in_words(found: Upstream) -> str:
-    """Describe the pins that are used: the pins of this version and, if needed, of other versions."""
+    """Describe which pins are used: those of this version and, if needed, of other versions."""
     versions = _pinned_versions(found)
     others = ", ".join(version for version in versions if version != found.version)
     if not versions:

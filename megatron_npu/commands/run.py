@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu run SCRIPT ARGS…``, which runs an unmodified script with patches.
+"""Implement ``megatron-npu run SCRIPT ARGS…``, which patches Megatron and runs a script without changing it.
 
 The script runs on this machine's device.
 """
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the script and return 0. If it raises SystemExit, this process ends with the same code.
+    """Run the script, and return 0. If it raises SystemExit, this process ends with the same code.
 
     Raises:
         UsageError: the script is missing or not given, is a stock script that cannot work here, or the
@@ -130,7 +130,7 @@ def _absent(error: ModuleNotFoundError, script: Path) -> UsageError | None:
 
 
 def search_for(script: Path) -> None:
-    """Put the folders of a script and of its Megatron first on the module search path."""
+    """Put the folders of a script and of its Megatron at the front of the module search path."""
     python_child.search_first(str(script.parent))
     for checkout in (stock_tools.tree_of(script), settings.MEGATRON_PATH.get()):
         if checkout:
@@ -138,7 +138,7 @@ def search_for(script: Path) -> None:
 
 
 def _require_own_tree(script: Path, tree: Path) -> None:
-    """Reject a script if Python would import a Megatron other than the script's own Megatron.
+    """Reject a script if Python would import a Megatron other than the one that the script belongs to.
 
     Old Megatrons are regular packages, which Python prefers to megatron-core's namespace package (0.16 and
     later), regardless of their order on the path.
@@ -156,7 +156,7 @@ def _require_own_tree(script: Path, tree: Path) -> None:
 
 
 def _script(command: list[str]) -> Path:
-    """Return the script at the beginning of a command line, with symbolic links resolved."""
+    """Return the script at the beginning of a command line, after resolving symbolic links."""
     if not command:
         raise UsageError(
             "no script was given",

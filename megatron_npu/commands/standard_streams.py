@@ -7,7 +7,7 @@ import sys
 
 
 def open_closed() -> None:
-    """Replace each closed standard stream with /dev/null.
+    """Replace each standard stream that is closed with /dev/null.
 
     Otherwise Python has None instead of a stream, and the next file that is opened gets the closed stream's
     number: what a library or a child process prints would be written into a checkpoint.

@@ -1,4 +1,4 @@
-"""Run stock scripts under the names of the guide's scripts, ``pretrain_gpt.py`` and ``main.py``.
+"""Run stock scripts under the names that the guide uses, ``pretrain_gpt.py`` and ``main.py``.
 
 The guide moves them into the root of Megatron-LM: ``main.py`` beside the folder of its stock script, and
 ``pretrain_gpt.py`` over the stock script, which is then read from git.
@@ -18,7 +18,7 @@ from megatron_npu.commands import cli
 
 
 def main(file: str, name: str) -> int:
-    """Run a stock script with this process's arguments.
+    """Run a stock script with the arguments of this process.
 
     Return its exit code, or 2 if the script is not found.
 
@@ -38,9 +38,7 @@ def main(file: str, name: str) -> int:
 
 
 def _checkout(standing: Path, name: str) -> Path:
-    """Return the configured Megatron-LM checkout, or the checkout that contains the script or this
-    project.
-    """
+    """Return the Megatron-LM checkout that is configured or that contains the script or this project."""
     named = settings.MEGATRON_PATH.get()
     roots = [Path(named)] if named else [standing.parent, *standing.parents[2:3]]
     for root in roots:
@@ -54,7 +52,7 @@ def _checkout(standing: Path, name: str) -> Path:
 
 
 def _run_replaced(root: Path, name: str) -> int:
-    """Run the committed version of a stock script that the guide's ``mv`` command has overwritten."""
+    """Run the committed version of a stock script that the ``mv`` command in the guide has overwritten."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, Path(name).name)
         script.write_bytes(_committed(root, name))

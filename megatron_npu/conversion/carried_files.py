@@ -1,4 +1,6 @@
-"""Copy the files that a conversion does not change: tokenizer and generation settings."""
+"""Copy the files that a conversion does not change, which are those of the tokenizer and the generation
+settings.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def remove_tokenizer(folder: Path) -> None:
 
 
 def vocabularies(folder: Path) -> list[str]:
-    """Return the names of the files in a folder from which a tokenizer can be created."""
+    """Return the names of those files in a folder from which a tokenizer can be created."""
     return [path.name for path in _present(folder, TOKENIZER) if path.name in _VOCABULARIES]
 
 

@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
         UsageError: the model cannot be converted, or verification fails; nothing is written.
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_memory_back() -> None:
-    """Return freed memory to the operating system.
+    """Return freed memory of this process to the operating system.
 
     The next model's tensors have other sizes.
     """
@@ -135,7 +135,7 @@ def _give_memory_back() -> None:
 
 @contextlib.contextmanager
 def _enough_memory(source: str) -> Iterator[None]:
-    """Report a memory allocation that fails inside the block as a one-line error.
+    """Report a memory allocation that fails inside the ``with`` block as a one-line error.
 
     Raises:
         UsageError: an allocation failed.
@@ -153,7 +153,7 @@ def _enough_memory(source: str) -> Iterator[None]:
 
 
 def _check(request: Request) -> None:
-    """Check the flags as far as possible without reading files."""
+    """Check the flags as far as this is possible without reading files."""
     if request.origin == request.target:
         raise UsageError(
             f"--from and --to must be different formats, but got --from {request.origin} --to "

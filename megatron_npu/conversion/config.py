@@ -1,4 +1,4 @@
-"""Read ``config.json``, and check that each key is used, known to have no effect, or rejected."""
+"""Read ``config.json``, and check that each of its keys is used, has no effect, or is rejected."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HARMLESS_VALUES: dict[str, Any] = {
 
 
 class Config:
-    """Keys of a ``config.json`` file, with a record of the handled keys.
+    """The keys of a ``config.json`` file, with a record of which of them have been handled.
 
     Args:
         values: the keys with their values.
@@ -155,25 +155,25 @@ class Config:
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Return True if a key is null.
+        """Return True if the value of a key is null.
 
         Some families distinguish null from a missing key.
         """
         return key in self._null
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys without effect on the model as handled."""
+        """Mark keys that have no effect on the model as handled."""
         self._seen.update(keys)
 
     def refusal(self, key: str, value: Any, expected: str) -> UsageError:
-        """Return the error for a value that no Megatron flag can represent."""
+        """Return the error for a value that cannot be expressed by Megatron's flags."""
         return UsageError(
             f"{self.path}: {key} must be {expected}, but it is {_shown(value)}, which cannot be converted. "
             "Nothing was written."
         )
 
     def finish(self, harmless: Iterable[str] = ()) -> None:
-        """Check that all keys have been used.
+        """Check that all keys have been handled.
 
         Raises:
             UsageError: a key is neither used nor known to have no effect.
@@ -199,7 +199,7 @@ def _shown(value: Any) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the keys of ``folder/config.json``.
+    """Read the keys of the file ``folder/config.json``.
 
     Raises:
         UsageError: the file does not exist, or is not a JSON object.

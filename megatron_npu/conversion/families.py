@@ -14,7 +14,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def of_config(config: Config) -> Family:
-    """Return the model family of a ``config.json``.
+    """Return the model family to which a ``config.json`` belongs.
 
     Raises:
         UsageError: ``model_type`` is not supported, or the weights are quantized.
@@ -33,7 +33,7 @@ def of_config(config: Config) -> Family:
 
 
 def of_arguments(args: Flags, before: str | None = None) -> Family:
-    """Return the model family that can represent a checkpoint of the built-in trainer.
+    """Return the model family that is able to represent a checkpoint of the built-in trainer.
 
     The details are checked later by ``Family.config``.
 

@@ -1,4 +1,4 @@
-"""Define the interface of a model family: its traits, and mappings of its keys, flags and tensors."""
+"""Define the interface of a model family: its traits, and how its keys, flags and tensors are converted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED_EXPERT = "--moe-shared-expert-intermediate-size"
 
 
 def traits_of(args: Flags) -> frozenset[str]:
-    """Return the traits of a built-in trainer's checkpoint."""
+    """Return the traits that the model in a checkpoint of the built-in trainer has."""
     experts = args.num_experts is not None
     windows = unsupported.windows(args)
     there = {
@@ -56,15 +56,15 @@ class Family(ABC):
     @property
     @abstractmethod
     def traits(self) -> frozenset[str]:
-        """The traits that every checkpoint of this family has."""
+        """The traits that every model of this family has."""
 
     @property
     def optional_traits(self) -> frozenset[str]:
-        """Traits that only some models of the family have."""
+        """The traits that only some models of the family have."""
         return frozenset()
 
     def claims(self, args: Flags) -> bool:
-        """Return True if a trainer's checkpoint has the traits of this family and no others.
+        """Return True if the model in a trainer's checkpoint has the traits of this family and no others.
 
         No two families claim the same checkpoint, because their traits differ.
         """
@@ -81,7 +81,7 @@ class Family(ABC):
 
     @abstractmethod
     def config(self, args: Flags) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
+        """Return the ``config.json``, for transformers 4 and 5, of the model that the flags describe.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -89,11 +89,11 @@ class Family(ABC):
 
     @abstractmethod
     def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter between the two formats."""
+        """Yield, for every parameter, the mapping between the two formats."""
 
     @abstractmethod
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Map the tensor names in the files to the names in the weight map."""
+        """Map the names of tensors in the files to their names in the weight map."""
 
     @abstractmethod
     def tied_weights(self, args: Flags) -> dict[str, str]:
@@ -101,4 +101,4 @@ class Family(ABC):
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if ``config.json`` determines a tensor, so that it need not be converted."""
+        """Return True if ``config.json`` determines a tensor, which then need not be converted."""

@@ -1,4 +1,4 @@
-"""Run a model with half-precision weights in fp32 by converting one matrix at a time.
+"""Run a model with half-precision weights in fp32, by converting one matrix at a time.
 
 Storing the whole model in fp32 would require twice as much memory.
 """
@@ -45,7 +45,7 @@ def run(
 
 
 def _widen(module: Module, own: list[Parameter], dtype: torch.dtype) -> None:
-    """Convert vectors to fp32 permanently, and matrices only while the module runs.
+    """Convert vectors to fp32 permanently, and matrices only while their module runs.
 
     The vectors stay in fp32 because they may be used after the call.
     """
@@ -77,5 +77,7 @@ def _replace_output(layer: Any, dtype: torch.dtype, returns_bias: bool) -> None:
 
 
 def logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fp32 logits ``[..., V]`` of hidden states ``[..., h]`` and an output weight ``[V, h]``."""
+    """Return the logits ``[..., V]`` in fp32, given hidden states ``[..., h]`` and an output weight ``[V,
+    h]``.
+    """
     return torch.cat([F.linear(hidden, rounded(rows, dtype)) for rows in weight.split(_ROWS)], dim=-1)

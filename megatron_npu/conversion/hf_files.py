@@ -1,4 +1,4 @@
-"""Read Hugging Face weight files tensor by tensor, and write shards of a given size."""
+"""Read Hugging Face weight files one tensor at a time, and write weights in shards of a given size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Source:
         self._files = {name: file for file in _files(folder) for name in self._content(file).keys()}  # noqa: SIM118
 
     def _content(self, file: Path) -> Any:
-        """Return an open file: a dict, or a reader of safetensors, which has its names in ``keys()``."""
+        """Return the content of a file: a dict of tensors, or an open safetensors reader."""
         if file not in self._open:
             self._open[file] = _unpickled(file) if file.suffix == ".bin" else _opened(file)
         return self._open[file]
@@ -75,7 +75,7 @@ class Source:
         return sorted(self._files)
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor, such as ``float32``, without reading it."""
+        """Return the dtype of a tensor, such as ``float32``, without reading the tensor."""
         file = self._files[name]
         if file.suffix == ".bin":
             return str(self._content(file)[name].dtype).removeprefix("torch.")
@@ -111,7 +111,7 @@ class Source:
         return math.prod(self._content(file).get_slice(name).get_shape())
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor in blocks, and release the file's mapped memory between blocks."""
+        """Yield the rows of a tensor in blocks, releasing the file's mapped memory between blocks."""
         file = self._files[name]
         whole = self._read(name)
         if file.suffix == ".bin" or whole.dim() == 0:
@@ -149,7 +149,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the paths of the files that contain a folder's tensors."""
+    """Return the paths of those files in a folder that contain its tensors."""
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         if (folder / index).is_file():
             return _shards(folder / index)
@@ -185,7 +185,7 @@ def write(
     limit: int,
     form: str = SINGLE,
 ) -> None:
-    """Write tensors and an index into shards planned by huggingface_hub.
+    """Write tensors and an index to shards that huggingface_hub has planned.
 
     Only one tensor is held in memory at a time, or one shard if the files are pickled.
 
@@ -221,7 +221,7 @@ def _write_shards(
     shards: Mapping[str, Mapping[str, Tensor]],
     writer: _Writer,
 ) -> None:
-    """Pass each tensor to the writer of its shard.
+    """Pass each tensor to the writer of the shard to which it belongs.
 
     A writer is created before the first tensor of its shard and closed after the last one.
     """
@@ -238,7 +238,7 @@ def _write_shards(
 
 
 def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a torch file after receiving all of its tensors."""
+    """Write a file in torch's format after receiving all of its tensors."""
     content = {}
     for _ in planned:
         name, tensor = yield
@@ -247,7 +247,7 @@ def _pickle(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[
 
 
 def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[str, Tensor], None]:
-    """Write a safetensors file incrementally, tensor by tensor.
+    """Write a safetensors file one tensor at a time.
 
     The safetensors library is not used because it requires all tensors at once. A file consists of eight
     bytes that give the length of the header, the header in JSON, and the bytes of the tensors.
@@ -269,7 +269,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _header(planned: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file that contains these tensors in order."""
+    """Return the header of a safetensors file that contains the given tensors in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     names = {f"torch.{name}": short for short, name in _DTYPES.items()}
     end = 0

@@ -1,4 +1,6 @@
-"""Support Hugging Face's GPT-2: Conv1D weights, fused QKV, learned positions, tanh-approximated GELU."""
+"""Support Hugging Face's GPT-2, with Conv1D weights, a fused QKV projection, learned positions and
+tanh-form GELU.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ class Gpt2(Family):
         }
 
     def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter between the two formats."""
+        """Yield, for every parameter, the mapping between the two formats."""
         heads = Heads(args.num_attention_heads, args.num_attention_heads, args.kv_channels)
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", f"{_PREFIX}wte.weight", *rows)
@@ -120,7 +122,7 @@ class Gpt2(Family):
         yield from _with_bias("decoder.final_layernorm", f"{_PREFIX}ln_f")
 
     def canonical_names(self, stored: Iterable[str]) -> dict[str, str]:
-        """Map the stored names to names in the weight map.
+        """Map the names of tensors in the files to their names in the weight map.
 
         The files published by OpenAI lack the prefix.
         """
@@ -134,7 +136,7 @@ class Gpt2(Family):
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer.
+        """Return True if a tensor is a buffer and not a parameter.
 
         Old files contain the causal mask of each layer.
         """

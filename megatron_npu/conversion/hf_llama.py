@@ -1,4 +1,4 @@
-"""Support Llama and similar models: grouped-query attention, RoPE on halves, gated MLP, RMSNorm.
+"""Support Llama and similar models, with grouped-query attention, RoPE, gated MLPs and RMSNorm.
 
 Each model type is described by a ``Kind``, which specifies the biases that the model has, and whether it has
 an attention window or norms for queries and keys. The code is shared by all model types.
@@ -44,7 +44,7 @@ _FREQUENCIES = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.i
 
 @dataclass(frozen=True)
 class Kind(Family):
-    """Description of a model type by the properties in which it differs from other types.
+    """Description of a model type by the properties that distinguish it from other types.
 
     Attributes:
         architecture: the name of the class in transformers.
@@ -128,11 +128,11 @@ class Kind(Family):
         return [word for each in words for word in each] + switches
 
     def _mixture_flags(self, config: Config) -> dict[str, object]:
-        """Return the mixture-of-experts flags that have a value."""
+        """Return those mixture-of-experts flags that take a value."""
         return {}
 
     def _mixture_switches(self, config: Config) -> list[str]:
-        """Return the mixture-of-experts flags that have no value."""
+        """Return those mixture-of-experts flags that take no value."""
         return []
 
     def _window_flags(self, config: Config) -> dict[str, object]:
@@ -162,7 +162,7 @@ class Kind(Family):
 
     @property
     def traits(self) -> frozenset[str]:
-        """Return the traits of a checkpoint; see ``Family``.
+        """Return the traits of every model of this type; see ``Family``.
 
         A Mistral model without a window is also a valid Llama model.
         """
@@ -181,7 +181,7 @@ class Kind(Family):
         return frozenset(flag for flag, there in may.items() if there)
 
     def config(self, args: Flags) -> dict[str, Any]:
-        """Return the ``config.json`` of the model that the flags describe, for transformers 4 and 5.
+        """Return the ``config.json``, for transformers 4 and 5, of the model that the flags describe.
 
         Raises:
             UsageError: the family has no key for a flag.
@@ -244,7 +244,7 @@ class Kind(Family):
         must_be(args, "--num-experts", None)
 
     def _own_keys(self, args: Flags) -> dict[str, Any]:
-        """Return the ``config.json`` keys that only some families have."""
+        """Return those keys of ``config.json`` that only some families have."""
         keys: dict[str, Any] = {}
         usual = args.kv_channels * args.num_attention_heads == args.hidden_size
         if self.head_dim_is_usual or not usual or rotary.needs_head_dim(args):
@@ -260,7 +260,7 @@ class Kind(Family):
     # -- tensors --------------------------------------------------------------------------------------------
 
     def weight_map(self, args: Flags) -> Iterator[WeightMapping]:
-        """Yield the mapping of every parameter between the two formats."""
+        """Yield, for every parameter, the mapping between the two formats."""
         rows = args.tokenizer_vocab_size, args.padded_vocab_size
         yield padded_vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", *rows)
         if args.untie_embeddings_and_output_weights:  # here: it takes the most room while it is worked on
@@ -276,7 +276,7 @@ class Kind(Family):
         yield from self._mlp(args, number, ours, theirs)
 
     def _mlp(self, args: Flags, number: int, ours: str, theirs: str) -> Iterator[WeightMapping]:
-        """Yield the mappings of the parameters of a layer's MLP."""
+        """Yield, for every parameter of a layer's MLP, the mapping between the two formats."""
         mlp = f"{theirs}.mlp"
         for kind in _kinds(args.add_bias_linear):
             yield concatenated(
@@ -286,7 +286,9 @@ class Kind(Family):
 
     @staticmethod
     def canonical_names(stored: Iterable[str]) -> dict[str, str]:
-        """Map the stored names to the names in the weight map, which are identical."""
+        """Return the names of tensors in the files unchanged, because these are also their names in the
+        weight map.
+        """
         return {name: name for name in stored}
 
     @staticmethod
@@ -298,7 +300,7 @@ class Kind(Family):
 
     @staticmethod
     def is_buffer(name: str, tensor: Tensor) -> bool:
-        """Return True if a tensor is a buffer.
+        """Return True if a tensor is a buffer and not a parameter.
 
         config.json determines the rotary frequencies.
         """

@@ -1,4 +1,4 @@
-"""Support mixture-of-experts models based on Llama: Mixtral, Qwen2-MoE and Qwen3-MoE.
+"""Support the mixture-of-experts models that are based on Llama, which are Mixtral, Qwen2-MoE and Qwen3-MoE.
 
 All routers apply a softmax over all experts and select the best k. If the scores of these k experts are
 normalized to sum to 1, the result equals a softmax over the k experts, which is Megatron's default.
@@ -32,7 +32,7 @@ _ONLY: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureKind(Kind):
-    """Description of a model type with experts by the properties in which it differs from other types.
+    """Description of a model type with experts by the properties that distinguish it from other types.
 
     Attributes:
         experts_keys: the keys of ``config.json`` that may hold the number of experts, the most common key
@@ -80,7 +80,7 @@ class MixtureKind(Kind):
         return 2 if not self.norm_switch else None
 
     def _frequency(self, config: Config) -> dict[str, object]:
-        """Return ``--moe-layer-freq`` if the model has dense layers."""
+        """Return the value of ``--moe-layer-freq`` if some layers of the model are dense."""
         layers, step = config.number("num_hidden_layers"), config.number("decoder_sparse_step", 1)
         dense = config.items("mlp_only_layers")
         pattern = [int(number not in dense and (number + 1) % step == 0) for number in range(layers)]
@@ -97,7 +97,7 @@ class MixtureKind(Kind):
         return switches
 
     def _sums_to_one(self, config: Config) -> bool:
-        """Return True if the scores of a token's experts are normalized to sum to 1.
+        """Return True if the scores of the experts of a token are normalized to sum to 1.
 
         Raises:
             UsageError: the scores are normalized although each token is routed to a single expert, whose
@@ -202,7 +202,7 @@ def _first(value: Any) -> float:
 
 
 def _dense_layers(pattern: list[bool]) -> dict[str, object]:
-    """Return the keys that specify the dense layers.
+    """Return the keys that specify which layers are dense.
 
     A regular pattern is expressed as a step.
     """

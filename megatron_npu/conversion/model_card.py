@@ -1,4 +1,4 @@
-"""Write the model card ``README.md`` of a Hugging Face folder."""
+"""Write the model card ``README.md`` for a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOSSES = {
 
 
 def write(folder: Path, found: CheckpointInfo, args: Flags, values: Mapping[str, Any], dtype: str) -> None:
-    """Write the model card.
+    """Write the model card of a converted model.
 
     Args:
         folder: the Hugging Face folder.
@@ -64,7 +64,7 @@ def _origin(found: CheckpointInfo) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:
-    """Return a table of the flags that are set, without switches that are off."""
+    """Return a table of the flags that are set, leaving out switches that are off."""
     rows = [
         f"| `--{name.replace('_', '-')}` | {'on' if value is True else value} |"
         for name, value in values.items()
@@ -95,7 +95,7 @@ def _data(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _losses(found: CheckpointInfo) -> dict[str, float]:
-    """Return the losses in the run's summary, or an empty dict if the summary is not this checkpoint's."""
+    """Return the losses in the run's summary, or an empty dict if the summary is for another checkpoint."""
     try:
         summary = json.loads(files.text(found.path.parent / "summary.json"))
         same = summary["iterations"] == found.iteration

@@ -1,4 +1,4 @@
-"""A conversion as the command line requests it."""
+"""Describe a conversion that is requested on the command line."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class Request(Part):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The tensor-parallel and the pipeline-parallel size of the result."""
+        """The tensor-parallel and the pipeline-parallel size of the converted checkpoint."""
         return self.tensor_model_parallel_size, self.pipeline_model_parallel_size

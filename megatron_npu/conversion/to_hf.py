@@ -22,7 +22,7 @@ from megatron_npu.pretrain.model import gpt
 
 
 def convert(request: Request, part: Path) -> Iterator[str]:
-    """Write the Hugging Face folder to ``part`` and yield log lines."""
+    """Write the Hugging Face folder to ``part``, and yield log lines."""
     root = Path(request.source)
     files_of_it = (request.vocab_file, request.merge_file)
     # each expert by itself, as Hugging Face has them

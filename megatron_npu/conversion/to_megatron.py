@@ -36,7 +36,7 @@ FLAGS = "flags.txt"
 
 
 def convert(request: Request, part: Path) -> Iterator[str]:
-    """Write the checkpoint to ``part`` and yield log lines."""
+    """Write the checkpoint to ``part``, and yield log lines."""
     source, final = Path(request.source), Path(request.destination).absolute()
     configuration = Config(read(source), source / CONFIG)
     family = families.of_config(configuration)
@@ -82,7 +82,7 @@ def convert(request: Request, part: Path) -> Iterator[str]:
 
 
 def _for_a_shell(words: list[str]) -> str:
-    """Join words into a line that a shell and ``$(cat …)`` interpret identically.
+    """Join words into a line that a shell and ``$(cat …)`` read in the same way.
 
     For this reason, patterns for --moe-layer-freq are not quoted.
     """
@@ -90,7 +90,10 @@ def _for_a_shell(words: list[str]) -> str:
 
 
 def _tokenizer_kind(request: Request, source: Path, family: Family) -> str | None:
-    """Return the requested tokenizer type. For 285068c8, which can load GPT-2, the default is GPT-2's BPE."""
+    """Return the type of tokenizer that is requested.
+
+    For 285068c8, which can load GPT-2, the default is GPT-2's BPE.
+    """
     both = all((source / name).is_file() for name in ("vocab.json", "merges.txt"))
     of_285068c8 = request.ckpt_format == "torch" and POSITIONS in family.traits
     return request.tokenizer_type or ("GPT2BPETokenizer" if of_285068c8 and both else None)
@@ -104,7 +107,7 @@ def _arguments(place: Path, flags: list[str]) -> Flags:
 
 
 def _filled(args: Flags, family: Family, found: weights.Weights) -> torch.nn.Module:
-    """Return the model in host memory, filled with the weights from the files."""
+    """Load the weights from the files into a model in host memory, and return the model."""
     config = model.transformer_config(args.changed(use_cpu_initialization=True))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
@@ -113,7 +116,7 @@ def _filled(args: Flags, family: Family, found: weights.Weights) -> torch.nn.Mod
 
 
 def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
-    """Save the model in the same way as the built-in trainer."""
+    """Save the model as the built-in trainer saves it."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
         path = checkpoints.save(
@@ -128,7 +131,9 @@ def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final
 
 
 def _layout_flags(request: Request) -> list[str]:
-    """Return the layout flags of the per-rank files, to append to the model's flags."""
+    """Return the flags that describe the layout of the per-rank files, to be appended to the model's
+    flags.
+    """
     if request.ckpt_format != "torch":
         return []
     tensor, pipeline = map(str, request.sizes)
@@ -141,7 +146,7 @@ def _layout_flags(request: Request) -> list[str]:
 
 
 def _moved(args: Flags, part: Path, final: Path) -> Flags:
-    """Replace the tokenizer paths in the arguments by the files' final paths."""
+    """Replace the paths of the tokenizer in the arguments with the final paths of its files."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
     return args.changed(**there)
@@ -158,7 +163,7 @@ def _save_for_ranks(
 
 
 def _name_final_paths(part: Path, final: Path) -> None:
-    """Replace the file paths in the checkpoint's description by their final paths."""
+    """Replace file paths in the checkpoint's description with the final paths."""
     found = checkpoint_description.existing(part)
     moved = {
         name: str(final / Path(path).relative_to(part))

@@ -1,4 +1,4 @@
-"""Reject flags of a Megatron checkpoint that a Hugging Face family cannot represent."""
+"""Reject flags in a Megatron checkpoint that a Hugging Face family is unable to represent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 
 def must_be(args: Flags, flag: str, value: object, *, name: str = "", shown: str = "") -> None:
-    """Check that a checkpoint's flag has the only value that can be converted.
+    """Check that a flag of a checkpoint has the only value that can be converted.
 
     Args:
         args: the flags of the run that wrote the checkpoint.
@@ -30,7 +30,7 @@ def must_be(args: Flags, flag: str, value: object, *, name: str = "", shown: str
 
 
 def common(args: Flags) -> None:
-    """Check the flags that are not supported by any Hugging Face family.
+    """Check the flags that no Hugging Face family supports.
 
     Raises:
         UsageError: a flag has a value that cannot be converted.
@@ -42,7 +42,7 @@ def common(args: Flags) -> None:
 
 
 def window(args: Flags) -> int | None:
-    """Return the number of previous tokens to which a query attends, or None without a limit.
+    """Return the number of preceding tokens to which a query attends, or None if there is no limit.
 
     ``--pre-tockens`` takes precedence over megatron-core's ``--window-size``. ``--next-tockens`` has no
     effect, because the causal mask excludes later tokens.
@@ -60,7 +60,7 @@ def limiting_window(args: Flags) -> int | None:
 
 
 def windows(args: Flags) -> list[bool]:
-    """Return for each layer whether a window limits its attention."""
+    """Return, for each layer, whether a window limits its attention."""
     if limiting_window(args) is None:
         return [False] * args.num_layers
     skipped = args.window_attn_skip_freq
@@ -72,7 +72,7 @@ def windows(args: Flags) -> list[bool]:
 
 
 def no_window(args: Flags) -> None:
-    """Check that no window limits attention.
+    """Check that attention is not limited by a window.
 
     Raises:
         UsageError: a window limits attention.

@@ -1,4 +1,4 @@
-"""Verify a conversion by comparing tensors and logits read from both checkpoints on disk.
+"""Verify a conversion by comparing the tensors and logits of both checkpoints, which are read from disk.
 
 Both models run in fp32 with weights rounded to the converted dtype, so that the results differ only in the
 order of summation. Only one model is in memory at a time, and it is held in the dtype in which it is stored.
@@ -34,7 +34,7 @@ _TOKENS = 64
 
 @dataclass(frozen=True)
 class Verification:
-    """Results of a verification.
+    """The results of a verification.
 
     Attributes:
         tensors: the number of Hugging Face tensors, each bitwise identical to its counterpart in Megatron.
@@ -54,7 +54,7 @@ class Verification:
 
 
 class Sides(NamedTuple):
-    """The two checkpoints that are compared.
+    """The two checkpoints that a verification compares.
 
     Attributes:
         megatron: the folder given to ``--save``.
@@ -88,7 +88,7 @@ def verify(
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> Verification:
-    """Compare a trainer's checkpoint with a Hugging Face folder.
+    """Compare a checkpoint of the trainer with a Hugging Face folder.
 
     Only one model is in memory at a time.
 
@@ -146,7 +146,7 @@ def verify(
 def told(
     request: Request, megatron: Path, hf: Path, family: Family, args: Flags, dtype: str
 ) -> Iterator[str]:
-    """Verify a conversion and yield its log lines.
+    """Verify a conversion, and yield its log lines.
 
     Raises:
         UsageError: the two sides differ.
@@ -187,7 +187,7 @@ def _first_line(error: Exception) -> str:
 def _compare_tensors(
     parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Flags, dtype: torch.dtype
 ) -> int:
-    """Check that all tensors are bitwise identical, and return the number of tensors.
+    """Check that all tensors are bitwise identical, and return their number.
 
     Raises:
         UsageError: a tensor differs.
@@ -204,7 +204,7 @@ def _compare_tensors(
 
 
 def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of a tensor in blocks, with the corresponding stored rows.
+    """Yield blocks of a tensor's rows, each paired with the stored rows to compare it with.
 
     Both are rounded to ``dtype``.
     """
@@ -218,7 +218,7 @@ def _pieces(tensor: Tensor, stored: Iterator[Tensor], dtype: torch.dtype) -> Ite
 
 
 def _tokens(vocabulary: int, number: int) -> Tensor:
-    """Return tokens ``[1, s]`` that are sampled from the whole vocabulary with a fixed seed."""
+    """Return tokens ``[1, s]``, sampled from the whole vocabulary with a fixed seed."""
     return torch.randint(vocabulary, (1, number), generator=torch.Generator().manual_seed(0))
 
 
@@ -234,7 +234,7 @@ def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 def _hf_results(
     folder: Path, family: Family, args: Flags, tokens: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute transformers' results on the host in fp32, without its fused attention.
+    """Compute the results of transformers' model on the host in fp32, without fused attention.
 
     The results are the logits [1, s, V], and the sines and cosines that ``far_rotation`` compares.
 

@@ -1,4 +1,4 @@
-"""Map tensors between Hugging Face and megatron-core in both directions.
+"""Convert tensors between Hugging Face and megatron-core in both directions.
 
 ``to_hf`` also works on meta tensors: applied to a meta tensor with the shape of Megatron's tensor, it returns
 meta tensors with the required Hugging Face shapes. The letters in the shapes are: ``h`` hidden size, ``np``
@@ -18,7 +18,7 @@ from megatron_npu.pretrain.checkpoint.weights import vocab_padding
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Megatron-core tensor and the Hugging Face tensors with the same values.
+    """A megatron-core tensor and the Hugging Face tensors that contain the same values.
 
     Attributes:
         megatron: the name of the tensor in ``GPTModel``.
@@ -35,7 +35,7 @@ class WeightMapping:
 
 
 def direct(megatron: str, hf: str) -> WeightMapping:
-    """Return the mapping for a tensor that has the same layout on both sides."""
+    """Return the mapping for a tensor that has the same layout in both formats."""
     return WeightMapping(megatron, (hf,), lambda tensors: tensors[0], lambda tensor: [tensor])
 
 
@@ -45,7 +45,7 @@ def transposed(megatron: str, hf: str) -> WeightMapping:
 
 
 def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
-    """Return the mapping for a weight ``[n·f, h]`` that concatenates ``n`` tensors ``[f, h]``.
+    """Return the mapping for a weight ``[n·f, h]`` that is the concatenation of ``n`` tensors ``[f, h]``.
 
     In megatron-core's gated MLP, the gate comes first and the other factor second, in the order in which its
     ``glu`` function splits them.
@@ -57,7 +57,7 @@ def concatenated(megatron: str, hf: Sequence[str]) -> WeightMapping:
 
 
 def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> WeightMapping:
-    """Return the mapping for a weight ``[padded V, h]``.
+    """Return the mapping for a weight ``[padded V, h]`` of a padded vocabulary.
 
     Hugging Face stores only its first V rows.
 
@@ -79,7 +79,7 @@ def padded_vocabulary(megatron: str, hf: str, rows: int, padded_rows: int) -> We
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention layer, and the row layout of their weights.
+    """The heads of an attention layer, and the order in which their weights contain rows.
 
     Attributes:
         queries: the number of query heads, np.
@@ -105,21 +105,21 @@ class Heads:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def split_qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``linear_qkv`` into query, key and value, the inverse of ``merge_qkv``."""
+        """Split ``linear_qkv`` into query, key and value, which is the inverse of ``merge_qkv``."""
         rows = [self.queries // self.groups * self.size, self.size, self.size]
         parts = qkv.reshape(self.groups, sum(rows), *qkv.shape[1:]).split(rows, dim=1)
         query, key, value = (part.flatten(0, 1) for part in parts)
         return self.to_hf(query), self.to_hf(key), value
 
     def to_megatron(self, rows: Tensor) -> Tensor:
-        """Reorder the rows [heads·hn, …] of queries or keys for Megatron's rotary embedding."""
+        """Reorder the weight rows of queries or keys, [heads·hn, …], for Megatron's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
         return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2).flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """Reorder the rows [heads·hn, …] of queries or keys for Hugging Face's rotary embedding."""
+        """Reorder the weight rows of queries or keys, [heads·hn, …], for Hugging Face's rotary embedding."""
         if not self.rotary_interleaved:
             return rows
         heads = rows.reshape(-1, self.size, *rows.shape[1:])
@@ -132,7 +132,7 @@ def qkv(megatron: str, hf: Sequence[str], heads: Heads) -> WeightMapping:
 
 
 def qk_norm(megatron: str, hf: str, heads: Heads) -> WeightMapping:
-    """Return the mapping for the norm weight ``[hn]`` shared by all query heads or all key heads."""
+    """Return the mapping for the norm weight ``[hn]`` that all query heads or all key heads share."""
     return WeightMapping(
         megatron,
         (hf,),

@@ -1,4 +1,4 @@
-"""Apply a family's weight map in either direction, and check that every tensor is used."""
+"""Apply the weight map of a family in either direction, and check that every tensor is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of a Hugging Face folder, accessed by their names in the weight map.
+    """The tensors in a Hugging Face folder, which are accessed by their names in the weight map.
 
     Attributes:
         source: the reader of the files.
@@ -37,12 +37,12 @@ class Weights:
         return self.source.read(self.stored[name])
 
     def in_pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor in blocks."""
+        """Yield the rows of a tensor in blocks, given the tensor's name in the weight map."""
         return self.source.in_pieces(self.stored[name])
 
 
 def open_folder(folder: Path, family: Family) -> Weights:
-    """Open the tensors of a folder.
+    """Open the tensors in a Hugging Face folder.
 
     Raises:
         UsageError: the folder has no weights, or the weights are damaged.
@@ -52,7 +52,7 @@ def open_folder(folder: Path, family: Family) -> Weights:
 
 
 def check_names(found: Weights, family: Family, args: Flags) -> None:
-    """Check that exactly one mapping uses each stored tensor, and that no tensor is missing.
+    """Check that each stored tensor is used by exactly one mapping, and that no tensor is missing.
 
     The files may also contain tied copies of other tensors, and tensors that can be derived from the
     configuration (masks and frequencies). These tensors are compared and then skipped.
@@ -73,7 +73,7 @@ def check_names(found: Weights, family: Family, args: Flags) -> None:
 
 
 def _wanted(found: Weights, family: Family, args: Flags) -> set[str]:
-    """Return the names of all tensors that the mappings use, after checking that they exist."""
+    """Return the names of all tensors that the mappings use, after checking that the tensors exist."""
     wanted: set[str] = set()
     missing: list[str] = []
     for name in (name for mapping in family.weight_map(args) for name in mapping.hf):
@@ -102,7 +102,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
-    """Return Megatron's name of the dtype that all tensors in the weight map share.
+    """Return the dtype that all tensors in the weight map share, under Megatron's name.
 
     Raises:
         UsageError: the tensors have several dtypes, or a dtype that Megatron does not train in.
@@ -124,14 +124,14 @@ def stored_dtype(found: Weights) -> torch.dtype:
 
 
 def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
-    """Return the number of bytes that a conversion requires: all weights plus twice the largest one."""
+    """Return the number of bytes that a conversion needs: all weights plus twice the largest weight."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
 
 @torch.no_grad()
 def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[WeightMapping]) -> None:
-    """Fill every parameter of a ``GPTModel`` in host memory, one mapping at a time.
+    """Fill every parameter of a ``GPTModel`` in host memory, one mapping after another.
 
     Raises:
         UsageError: a stored tensor does not have the target's shape.
@@ -163,7 +163,7 @@ def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence
 
 
 def to_hf(sources: Mapping[str, Tensor], weight_map: Iterable[WeightMapping]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of the Hugging Face parameters for a ``GPTModel``.
+    """Yield the names and values of the Hugging Face tensors for the parameters of a ``GPTModel``.
 
     Every parameter of the ``GPTModel`` is used exactly once. Meta parameters yield meta tensors.
     """

@@ -1,4 +1,4 @@
-"""Convert attention windows (their sizes and layers) between ``config.json`` and flags."""
+"""Convert attention windows, with their sizes and layers, between ``config.json`` and flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LIMIT = 28  # max_window_layers where config.json has no such key
 
 
 def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, object]:
-    """Return the attention window flags. ``sliding_window`` also counts the query's own token.
+    """Return the flags for the attention windows that ``config.json`` describes.
+
+    ``sliding_window`` also counts the query's own token.
 
     Args:
         config: the keys of ``config.json``.
@@ -39,7 +41,7 @@ def flags(config: Config, usual: int, switch: bool, which: Layers) -> dict[str, 
 
 
 def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[bool]:
-    """Return for each layer whether it has a window."""
+    """Return, for each layer, whether it has a window."""
     layers = config.number("num_hidden_layers")
     there = not config.is_null("sliding_window") and (usual > 0 or config.has("sliding_window"))
     if not switch:
@@ -52,7 +54,7 @@ def _of_layers(config: Config, usual: int, switch: bool, which: Layers) -> list[
 
 
 def _has_window(number: int, limit: int, which: Layers) -> bool:
-    """Return True if a layer has a window according to all keys except ``layer_types``."""
+    """Return True if a layer has a window according to the keys other than ``layer_types``."""
     if which == "late":
         return number >= limit
     return which == "all" or (number < limit and number % 2 == 0)
@@ -77,7 +79,7 @@ def _kinds(layers: list[bool]) -> list[str]:
 
 
 def keys(args: Flags, switch: bool, which: Layers) -> dict[str, Any]:
-    """Return the ``config.json`` keys that describe the windows, the inverse of ``flags``."""
+    """Return the keys of ``config.json`` that describe the windows, which is the inverse of ``flags``."""
     before, layers = unsupported.window(args), unsupported.windows(args)
     window = None if before is None else before + 1
     if not switch:

@@ -1,4 +1,4 @@
-"""Check that the files of a data folder do not make ``datasets`` read data from other locations.
+"""Check that the files in a data folder cannot make ``datasets`` read data from another place.
 
 The header of a ``README.md`` names data files, and ``state.json`` names the files written by
 ``save_to_disk``. In both files, ``datasets`` also accepts paths outside the folder and web addresses.
@@ -42,7 +42,7 @@ def require_own_files(folder: Path, given: str) -> None:
 
 @contextlib.contextmanager
 def own_files_alone(name: str, given: str) -> Iterator[None]:
-    """Restrict ``datasets`` to data files inside a folder, or to web addresses for a name on the hub.
+    """Restrict ``datasets`` to data files inside a folder or, for a dataset on the hub, to web addresses.
 
     Args:
         name: the folder, or the name on the hub.
@@ -66,7 +66,7 @@ def own_files_alone(name: str, given: str) -> Iterator[None]:
 
 
 def _is_inside(pattern: str, base: str, folder: Path | None) -> bool:
-    """Return True if files that match ``pattern`` relative to ``base`` may be read.
+    """Return True if it is allowed to read the files that match ``pattern`` relative to ``base``.
 
     See ``own_files_alone``.
     """

@@ -1,4 +1,4 @@
-"""Select a context-parallel rank's part of a batch through the interface of each megatron-core version."""
+"""Select the part of a batch that a context-parallel rank processes, for each version of megatron-core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def part_of_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of the tensors ``[b, s]`` of a batch.
+    """Return the part of a batch's tensors ``[b, s]`` that this rank processes.
 
     Without context parallelism, this is the whole batch.
 

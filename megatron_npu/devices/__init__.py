@@ -1,4 +1,4 @@
-"""Select the device of this process once: ``MEGATRON_NPU_DEVICE`` or the first available device."""
+"""Select the device of this process once, from ``MEGATRON_NPU_DEVICE`` or as the first available device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KINDS: dict[str, type[Device]] = {"npu": NpuDevice, "cuda": CudaDevice, "cpu": 
 
 
 def select(name: str) -> Device:
-    """Return the device called ``name``.
+    """Return the device with the given name.
 
     ``auto`` selects the first available device.
 
@@ -69,7 +69,7 @@ def _require_no_chosen_npus() -> None:
 
 
 def every() -> list[Device]:
-    """Return one object per device type, available or not, in the order in which ``auto`` tries them."""
+    """Return one object for each device type, available or not, in the order in which ``auto`` tries them."""
     return [kind() for kind in _KINDS.values()]
 
 
@@ -85,7 +85,7 @@ def current() -> Device:
 
 
 def board_folder(folder: str) -> str:
-    """Return the TensorBoard folder of a run.
+    """Return the folder for the TensorBoard files of a run.
 
     TensorBoard shows the folder's name as the name of the run.
 

@@ -1,4 +1,4 @@
-"""The interface that every device of this package implements."""
+"""Define the interface that every device of this package implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Replacement = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class MemoryStatistics:
-    """Memory statistics of this process's device in bytes: in use, reserved by the allocator, and peak."""
+    """Memory statistics of this process's device in bytes: in use, reserved by the allocator, and the
+    peak.
+    """
 
     allocated: int
     reserved: int
@@ -24,7 +26,8 @@ class MemoryStatistics:
 
 
 class Device(ABC):
-    """Interface of a device type: detect, seed and synchronize the device, and map ``torch.cuda`` to it.
+    """Interface of a device type, which detects, seeds and synchronizes the device and maps ``torch.cuda`` to
+    it.
 
     Attributes:
         name: ``npu``, ``cuda`` or ``cpu``, which is also its type in ``torch.device``.
@@ -43,7 +46,7 @@ class Device(ABC):
 
     @property
     def title(self) -> str:
-        """The device name shown to users.
+        """The name of the device that is shown to users.
 
         It marks simulated hardware.
         """
@@ -62,17 +65,17 @@ class Device(ABC):
 
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """Return this process's device as a ``torch.device``, with an index if the device type has
+        """Return this process's device as a ``torch.device``, which has an index if the device type has
         indices.
         """
 
     @abstractmethod
     def set_current(self, index: int) -> None:
-        """Make device ``index`` the current device of this process."""
+        """Make the device with the number ``index`` the current device of this process."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all queued work on the device is complete."""
+        """Wait until the device has completed all queued work."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -102,8 +105,8 @@ class Device(ABC):
         )
 
     def host_rng_state(self) -> torch.Tensor:
-        """Return the state of the host's generator, which determines the data order and host-initialized
-        weights.
+        """Return the state of the host's generator, which determines the data order and weights
+        initialized on the host.
         """
         return torch.get_rng_state()
 
@@ -113,14 +116,14 @@ class Device(ABC):
 
     @contextlib.contextmanager
     def host_rng(self) -> Iterator[None]:
-        """Use the host's generator for random operations on host tensors inside the block.
+        """Use the host's generator for random operations on host tensors inside the ``with`` block.
 
         Devices with their own memory also have their own generator, so this has no effect for them.
         """
         yield
 
     def prepare(self) -> None:  # noqa: B027  most devices need nothing
-        """Prepare the process for the device.
+        """Prepare this process for using the device.
 
         This is called once, before the first upstream module is executed.
         """
@@ -129,10 +132,10 @@ class Device(ABC):
         """Undo ``prepare``."""
 
     def clear_overflow(self) -> None:  # noqa: B027
-        """Clear the overflow flag of devices that set a flag instead of returning inf."""
+        """Clear the overflow flag on devices that set a flag instead of returning inf."""
 
     def overflowed(self) -> bool:
-        """Return True if the overflow flag is set.
+        """Return True if the overflow flag of the device is set.
 
         Devices that return inf and nan always return False.
         """
@@ -140,18 +143,21 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryStatistics:
-        """Return the amounts of device memory in use, reserved, and in use at the peak, in bytes."""
+        """Return the device memory, in bytes, that is in use, that is reserved, and that was in use at
+        the peak.
+        """
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the fraction of recent time in which any process kept the device busy, or None if unknown.
+        """Return the fraction of recent time in which any process kept the device busy, or None if it is
+        unknown.
 
         The value is between 0 and 1, or None if it is unknown.
         """
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Reset ``memory().peak`` to the amount of memory that is currently in use."""
+        """Reset the peak in the memory statistics to the amount of memory that is currently in use."""
 
     def cuda_namespace(self) -> Mapping[str, Any]:
         """Return the replacements for names in ``torch.cuda``.

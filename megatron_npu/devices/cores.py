@@ -1,4 +1,4 @@
-"""Distribute a machine's CPU cores over the ranks of a CPU run, and set their numbers of threads.
+"""Distribute the CPU cores of a machine over the ranks of a CPU run, and set each rank's number of threads.
 
 Unless OMP_NUM_THREADS is set, torchrun starts several ranks with one thread each, so most cores are idle on a
 machine with more cores than ranks. In addition, the kernel moves threads between cores, away from warm caches
@@ -31,7 +31,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Former:
-    """The thread count and CPU affinity of a process before ``share`` changed them.
+    """The thread count and the CPU affinity that a process had before ``share`` changed them.
 
     Attributes:
         threads: torch's number of threads. If None, it was not changed.
@@ -91,7 +91,7 @@ def give_back() -> None:
 
 
 def available() -> list[tuple[int, ...]]:
-    """Return the cores that this process may use, ordered by socket.
+    """Return the cores that this process is allowed to use, ordered by socket.
 
     Each core is a tuple of its hardware threads.
     """
@@ -104,7 +104,7 @@ def available() -> list[tuple[int, ...]]:
 
 
 def _place(cpu: int) -> tuple[int, ...]:
-    """Return the socket and the first hardware thread of the core that contains a hardware thread.
+    """Return the socket of a hardware thread, and the first hardware thread of the same core.
 
     If the topology is unknown, each hardware thread counts as a core. ``core_id`` is not used, because cores
     on several dies or clusters may have the same ``core_id``.
@@ -118,7 +118,7 @@ def _place(cpu: int) -> tuple[int, ...]:
 
 
 def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tuple[int, ...]]:
-    """Return the cores of one rank.
+    """Return the cores that are assigned to one rank.
 
     A rank's cores are adjacent, and all ranks get the same number of cores.
     """
@@ -127,7 +127,7 @@ def part(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[tu
 
 
 def threads(ranks: int) -> int:
-    """Return the number of threads, at least one, for each of ``ranks`` ranks on this machine."""
+    """Return the number of threads, at least one, for each of the ``ranks`` ranks on this machine."""
     return max(1, len(available()) // ranks)
 
 

@@ -1,4 +1,6 @@
-"""Implement the CPU as a device with gloo, a separate generator, and resident memory as device memory."""
+"""Implement the CPU as a device, using gloo, a separate random generator, and resident memory as device
+memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class CpuDevice(Device):
-    """CPU device, whose device memory is host memory.
+    """The CPU as a device, whose device memory is host memory.
 
     torch has one generator on a CPU, whereas a GPU run has two: that of the host and that of the device.
     Here, the default generator is the *device's*, which dropout uses. ``host_generator`` is the host's, which
@@ -50,7 +52,7 @@ class CpuDevice(Device):
         return None
 
     def count(self) -> int:
-        """Return the number of simulated CUDA devices: one for each process that shares the CPU.
+        """Return the number of simulated CUDA devices, which is the number of processes that share the CPU.
 
         This is ``MEGATRON_NPU_CPU_DEVICES`` if it is set, restricted by ``CUDA_VISIBLE_DEVICES``; otherwise
         the number of processes that torchrun started; otherwise the number of devices in
@@ -66,7 +68,7 @@ class CpuDevice(Device):
         return _CPU
 
     def set_current(self, index: int) -> None:
-        """Store the index that ``torch.cuda.current_device()`` returns.
+        """Store the index that ``torch.cuda.current_device()`` returns from now on.
 
         All processes share one CPU.
         """
@@ -103,7 +105,7 @@ class CpuDevice(Device):
             self._swap_generators()
 
     def _swap_generators(self) -> None:
-        """Swap the two generators, including their states."""
+        """Swap the default random generator and the second one, including their states."""
         device, host = self.device_generator, self.host_generator
         state = device.get_state()
         device.set_state(host.get_state())
@@ -120,7 +122,7 @@ class CpuDevice(Device):
         malloc.return_freed_memory()
 
     def memory(self) -> MemoryStatistics:
-        """Return this process's resident set size as allocated and reserved memory, and its peak."""
+        """Return the resident set size of this process as allocated and reserved memory, and its peak."""
         resident = psutil.Process().memory_info().rss
         return MemoryStatistics(resident, resident, max(resident, _peak_resident()))
 
@@ -129,7 +131,7 @@ class CpuDevice(Device):
         return device_monitor.utilization() / 100
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak memory on Linux.
+        """Reset the peak of the resident memory, if the system is Linux.
 
         On other systems, the peak covers the whole lifetime of the process.
         """

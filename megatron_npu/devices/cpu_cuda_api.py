@@ -23,7 +23,7 @@ from megatron_npu.devices.cuda_types import tensor_types
 def namespace(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the replacements for names in ``torch.cuda`` (see ``Device.cuda_namespace``).
+    """Return the replacements for names in ``torch.cuda``; see ``Device.cuda_namespace``.
 
     Args:
         cpu: the device.
@@ -44,7 +44,7 @@ def namespace(
 
 
 class Event:
-    """Event that records a point in time.
+    """Replacement for ``torch.cuda.Event`` that records a point in time.
 
     Earlier work is always complete, because a CPU has no queue.
     """
@@ -65,12 +65,12 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds from this event to ``end``."""
+        """Return the time between this event and ``end`` in milliseconds."""
         return (end._time - self._time) * 1e3
 
 
 class Stream:
-    """The only stream of a CPU.
+    """The only stream of a CPU, which replaces ``torch.cuda.Stream``.
 
     Calls are synchronous, so that a stream never has to wait.
     """
@@ -83,7 +83,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest stream priority.
+        """Return the lowest and the highest priority that a stream may have.
 
         Both priorities are equal on a CPU.
         """
@@ -114,11 +114,11 @@ class Stream:
 
 
 def _no_operation(*_: Any, **__: Any) -> None:
-    """Do nothing."""
+    """Do nothing, because the operation is not needed on a CPU."""
 
 
 class _DeviceContext(contextlib.nullcontext):
-    """Context manager for ``with torch.cuda.device(i)`` that does nothing, because a CPU is the only
+    """Context manager for ``with torch.cuda.device(i)`` that does nothing, because there is only one CPU
     device.
     """
 
@@ -167,7 +167,7 @@ def _device_names(cpu: Device, index: Callable[[], int]) -> dict[str, Any]:
 
 
 def _index_of(which: Any) -> int:
-    """Return the index for an argument of ``torch.cuda.set_device``, which may be an index, a name or a
+    """Return the index that an argument of ``torch.cuda.set_device`` refers to: an index, a name or a
     device.
     """
     if isinstance(which, CpuDeviceIndex):
@@ -176,14 +176,14 @@ def _index_of(which: Any) -> int:
 
 
 def _call_now(callable: Callable[[], Any], **_: Any) -> None:
-    """Call a function immediately that torch would otherwise defer until CUDA is initialized."""
+    """Immediately call a function that torch would otherwise defer until CUDA is initialized."""
     callable()
 
 
 def _rng_names(
     cpu: Device, index: Callable[[], int], generator: Callable[[], torch.Generator]
 ) -> dict[str, Any]:
-    """Return the functions of torch.cuda.random.
+    """Return replacements for the functions in torch.cuda.random.
 
     The functions ignore the device argument, because a process has only one device.
     """

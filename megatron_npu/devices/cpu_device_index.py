@@ -10,7 +10,7 @@ import torch
 
 
 def _on_index(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return a method with the behavior of ``int`` that overrides the method inherited from ``str``."""
+    """Return a method that behaves as in ``int`` and overrides the method inherited from ``str``."""
 
     def method(self: CpuDeviceIndex, other: Any) -> Any:
         return operation(int(self), int(other) if isinstance(other, CpuDeviceIndex) else other)
@@ -23,7 +23,7 @@ def _on_index_reflected(operation: Callable[[Any, Any], Any]) -> Callable[..., A
 
 
 class CpuDeviceIndex(str):
-    """Object that acts as an integer index in Python code and as the device name ``cpu`` in torch.
+    """An object that Python code treats as an integer index and torch treats as the device name ``cpu``.
 
     On CUDA the result is an int, and Megatron uses it in every way that an int allows. An int does not work
     here, because torch without CUDA has no numbered devices. A ``torch.device`` does not work either, because

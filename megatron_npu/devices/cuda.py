@@ -1,4 +1,4 @@
-"""Implement NVIDIA GPUs as a device, with ``torch.cuda`` unchanged."""
+"""Implement NVIDIA GPUs as a device, leaving ``torch.cuda`` unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.devices.base import Device, MemoryStatistics
 
 
 class CudaDevice(Device):
-    """NVIDIA GPU device, used through torch's CUDA build and NCCL."""
+    """An NVIDIA GPU, used through torch's CUDA build and NCCL."""
 
     name = "cuda"
     backend = "nccl"

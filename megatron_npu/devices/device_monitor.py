@@ -1,4 +1,4 @@
-"""Replace the GPU sensors of ``torch.cuda`` with equivalents of other devices.
+"""Replace the functions of ``torch.cuda`` that read GPU sensors with equivalents for other devices.
 
 Megatron's straggler detector (``--log-straggler``) and ``--log-device-memory-used`` read them. Values that
 are not measured are nan, never a number that could be mistaken for a measurement.
@@ -14,12 +14,14 @@ import psutil
 
 
 def unknown(device: Any = None) -> float:
-    """Return nan, because this device lacks the sensor."""
+    """Return nan, because this device has no such sensor."""
     return math.nan
 
 
 def cpu_sensors() -> dict[str, Callable[..., Any]]:
-    """Return replacements for ``torch.cuda`` functions that report this machine's processors and memory."""
+    """Return replacements for functions of ``torch.cuda`` that report on this machine's processors and
+    memory.
+    """
     psutil.cpu_percent()  # the first call only starts the measurement
     return {
         "mem_get_info": _free_and_total,
@@ -32,7 +34,7 @@ def cpu_sensors() -> dict[str, Callable[..., Any]]:
 
 
 def _free_and_total(device: Any = None) -> tuple[int, int]:
-    """Return the machine's available and total memory in bytes."""
+    """Return the available and the total memory of the machine in bytes."""
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 

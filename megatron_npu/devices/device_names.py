@@ -1,4 +1,4 @@
-"""Recognize device arguments that refer to CUDA, and map them to this process's device."""
+"""Recognize device arguments that refer to CUDA, and convert them to this process's device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Target = Callable[[Any], Any]
 
 
 def names_cuda(text: str) -> bool:
-    """Return True if a string is ``cuda``, or ``cuda:`` followed by an index."""
+    """Return True if a string is ``cuda``, or ``cuda:`` and an index."""
     return text == "cuda" or text.startswith("cuda:")
 
 
@@ -30,7 +30,7 @@ def means_cuda(argument: Any) -> bool:
 
 
 def target_on(device: Device) -> Target:
-    """Return a function that maps device arguments to a ``torch.device`` on ``device``.
+    """Return a function that converts device arguments to a ``torch.device`` on ``device``.
 
     The index is kept, except on a CPU, which has no index. Arguments that do not refer to CUDA are returned
     unchanged.

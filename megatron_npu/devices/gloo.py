@@ -1,4 +1,6 @@
-"""Add NCCL features that Megatron requires to gloo, and make processes exit cleanly with open groups."""
+"""Add NCCL features that Megatron requires to gloo, and let processes exit cleanly while process groups
+exist.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hold_sent_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``isend`` that keeps the memory of pending sends alive.
+    """Return an ``isend`` that keeps the memory of pending send operations alive.
 
     Megatron's schedules free the memory of an output as soon as its send is issued (``out.data = ...``),
     which is safe on a CUDA stream. gloo reads the memory later, in another thread, so the receiver could get
@@ -75,7 +77,7 @@ def scatter_whole_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_gather`` that accepts parts of unequal sizes, as NCCL does.
+    """Return an ``all_gather`` that accepts parts of different sizes, as NCCL does.
 
     gloo rejects such parts. Here, each rank sends its part to all other ranks, as NCCL's backend does.
     """
@@ -106,7 +108,8 @@ def gather_unequal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_to_all_in_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward of autograd's ``all_to_all`` (``torch.distributed.nn``) that works in any group.
+    """Return a forward function for autograd's ``all_to_all`` (``torch.distributed.nn``) that works in any
+    group.
 
     With gloo, torch scatters from each rank in turn, but passes the group rank where the global rank is
     expected (torch 2.13), so groups without rank 0 fail. A scatter also rejects parts of unequal sizes, which
@@ -147,7 +150,7 @@ class _All:
 
 
 def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors in the same way as NCCL.
+    """Return an ``all_reduce`` or ``broadcast`` that rejects non-contiguous tensors, as NCCL does.
 
     gloo reads and writes memory from the first element on, which silently produces wrong values (torch 2.13).
     """
@@ -161,7 +164,7 @@ def refuse_gaps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _require_no_gaps(name: str, tensor: Any) -> None:
-    """Check that the elements of ``tensor`` are dense in memory.
+    """Check that the elements of ``tensor`` have no gaps between them in memory.
 
     Raises:
         ValueError: there are gaps between elements, or elements overlap.
@@ -210,7 +213,7 @@ def outlive_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copy_with_one_thread() -> None:
-    """Make gloo copy gathered tensors with one OpenMP thread in each gloo thread that starts from now on.
+    """Make each gloo thread that starts from now on use only one OpenMP thread to copy gathered tensors.
 
     A gloo thread copies the result of a gather with a torch operation, which is parallel from 32,768 elements
     on. With OpenMP, each thread gets its own thread pool, which persists: after one gather, libgomp counts
@@ -230,7 +233,7 @@ def copy_with_one_thread() -> None:
 
 
 def wait_at_exit() -> None:
-    """Make the process wait for torch's threads at exit; see ``wait_for_workers``."""
+    """Make the process wait for torch's threads when it exits; see ``wait_for_workers``."""
     atexit.unregister(wait_for_workers)  # once is enough
     atexit.register(wait_for_workers)
 
@@ -273,7 +276,7 @@ def wait_for_workers(timeout: float = 10.0) -> bool:
 
 
 def _workers() -> dict[str, tuple[bool, int]]:
-    """Return the state of torch's threads: whether each is asleep, and how often it has gone to sleep.
+    """Return, for each of torch's threads, whether it is asleep and how often it has gone to sleep.
 
     A thread that waits for the GIL sleeps too, but wakes every 5 ms to request it: a thread is idle only if
     it is asleep at two checks in a row and has not woken in between.

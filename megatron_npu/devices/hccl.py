@@ -20,7 +20,9 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def buffer_of(group: dist.ProcessGroup) -> int | None:
-    """Return the size of a group's HCCL buffer in MiB from its options, or None if it is not set."""
+    """Return the size in MiB of a group's HCCL buffer, as set in the group's options, or None if it is
+    not set.
+    """
     options = _options_of(group)
     return None if options is None else options.hccl_config.get(BUFFER)
 
@@ -45,7 +47,7 @@ def _options_of(group: dist.ProcessGroup) -> Any:
 
 
 def group_options(config: dict[str, int], high_priority: bool) -> Any:
-    """Return process-group options for torch_npu.
+    """Return options for a process group in the form that torch_npu accepts.
 
     Args:
         config: the settings of the communicator under HCCL's names: ``hccl_buffer_size`` in MiB,

@@ -1,4 +1,4 @@
-"""Make data-loader workers use unnamed shared memory, and report a killed worker as a one-line error."""
+"""Make data-loader workers use unnamed shared memory, and report killed workers as one-line errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _taking: list[Any] = []  # iterators whose next batch is being taken
 
 
 def begin() -> None:
-    """Patch torch's data loaders in this process and in its forked children.
+    """Patch torch's data loaders in this process and in the children that it forks.
 
     A second call has no effect.
     """
@@ -43,7 +43,7 @@ def end() -> None:
 
 
 def _failures() -> Iterator[Replacement]:
-    """Yield replacements that report a dead worker when a batch is requested instead of in the signal
+    """Yield replacements that report a dead worker when a batch is requested, instead of in the signal
     handler.
 
     An error raised in the signal handler could interrupt a save halfway, or be swallowed, for example in a
@@ -69,7 +69,7 @@ _REMEDIES = {
 
 
 def _starting(method: Callable[..., None]) -> Callable[..., None]:
-    """Return an iterator ``__init__`` that raises ``LoaderWorkerError`` if workers cannot be started."""
+    """Return an ``__init__`` for iterators that raises ``LoaderWorkerError`` if workers cannot be started."""
 
     @functools.wraps(method)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class _DoneEvent:
             self._event._flag.release()  # what its own method does, and wakes those who wait: nobody does
 
     def _free_lock(self) -> None:
-        """Wait until the event's lock is free, and release it on behalf of a worker that has died."""
+        """Wait until the event's lock is free, and release it for a worker that has died."""
         lock = self._event._cond
         while not lock.acquire(timeout=_UNTIL_SEEN):  # a worker that is alive holds it for microseconds
             if any(worker.exitcode is not None for worker in self._workers):
@@ -123,7 +123,7 @@ class _DoneEvent:
 
 
 class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
-    """Replacement for torch's check that a worker's parent is alive.
+    """Replacement for torch's check whether the parent of a worker is alive.
 
     An orphaned worker exits.
 
@@ -137,7 +137,7 @@ class _Watchdog(worker.ManagerWatchdog):  # type: ignore[misc]
 
 
 def _is_orphan() -> bool:
-    """Return True if the process that forked this process has ended.
+    """Return True if the parent process, which forked this process, has ended.
 
     Other start methods always give False.
     """
@@ -162,7 +162,9 @@ def _noting(raise_if_one_failed: Callable[[], None]) -> Callable[[], None]:
 
 
 def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's batch-fetching method, changed to raise ``LoaderWorkerError`` if a worker has died."""
+    """Return torch's method for fetching batches, changed to raise ``LoaderWorkerError`` if a worker has
+    died.
+    """
 
     @functools.wraps(method)
     def take(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +188,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
-    """Try to get a batch, like torch's method of this name.
+    """Try to get a batch, like torch's method of the same name.
 
     Return whether a batch has arrived, and the batch.
 
@@ -216,7 +218,7 @@ def _try_to_take(self: Any, timeout: float = _utils.MP_STATUS_CHECK_INTERVAL) ->
 
 
 def _take(method: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Get a batch, and raise an error immediately if a worker dies in the meantime."""
+    """Get a batch, or raise an error as soon as a worker dies."""
     _taking.append(iterator)
     try:
         _tell_of(iterator)

@@ -1,4 +1,4 @@
-"""Decide for each gloo collective whether it uses shared memory or sockets."""
+"""Decide for each collective of gloo whether it uses shared memory or sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _waited_for: set[dist.ProcessGroup] = set()
 
 
 def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_reduce`` that uses shared memory if possible."""
+    """Return an ``all_reduce`` that uses shared memory when possible."""
 
     @functools.wraps(original)
     def collective(
@@ -43,7 +43,7 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce_scatter_tensor`` that uses shared memory if possible."""
+    """Return a ``reduce_scatter_tensor`` that uses shared memory when possible."""
 
     @functools.wraps(original)
     def collective(
@@ -62,7 +62,7 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_gather_into_tensor`` that uses shared memory if possible."""
+    """Return an ``all_gather_into_tensor`` that uses shared memory when possible."""
 
     @functools.wraps(original)
     def collective(
@@ -77,7 +77,8 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them on exit.
+    """Return a ``_coalescing_manager`` whose collectives may use shared memory if it waits for them before it
+    exits.
 
     Megatron's DDP wraps the collectives of all its buckets in this manager. With ``async_ops``, all of them
     must use gloo, because the manager returns their handles.
@@ -99,7 +100,7 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Segment | None:
-    """Return the shared memory for a collective, or None if the collective uses gloo.
+    """Return the shared memory for a collective, or None if gloo's sockets should be used.
 
     The decision depends only on what is the same on all ranks: dtype and size, the group, and whether the
     caller waits. Asynchronous collectives use gloo, because ranks could run them in different orders.
@@ -118,7 +119,7 @@ def _segment(group: Any, async_op: bool, larger: Any, smaller: Any = None) -> Se
 
 
 def _are_for_memory(larger: Any, smaller: Any) -> bool:
-    """Return True if the tensors' dtype and size are suitable for shared memory.
+    """Return True if the dtype and the size of the tensors are suitable for shared memory.
 
     ``smaller`` may be None.
     """
@@ -138,7 +139,7 @@ def _is_for_memory(group: Any) -> bool:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return True if this is a plain host tensor, not a subclass such as DTensor."""
+    """Return True if the argument is a plain tensor on the host, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.is_cpu
 
 
@@ -153,7 +154,7 @@ def _fit(larger: Tensor, smaller: Tensor, ranks: int) -> bool:
 
 
 def _made(group: dist.ProcessGroup) -> Segment | None:
-    """Return a buffer that the ranks of ``group`` share.
+    """Return a buffer in memory that the ranks of ``group`` share.
 
     Return None, and log the reason, if they cannot share memory.
     """

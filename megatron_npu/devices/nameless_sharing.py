@@ -31,7 +31,7 @@ _Storage = torch.UntypedStorage
 
 
 def replacements() -> Iterator[Replacement]:
-    """Yield replacements for the functions of torch and Python that create shared-memory names (Linux
+    """Yield replacements for the functions of torch and Python that give names to shared memory (Linux
     only).
     """
     if sys.platform == "linux":
@@ -55,7 +55,7 @@ def _anonymous(size: int) -> torch.UntypedStorage:
 
 
 def _moving(original: Any) -> Any:
-    """Return torch's sharing method, changed to copy the storage into unnamed shared memory first."""
+    """Return torch's sharing method, changed to move the storage to unnamed shared memory first."""
 
     @_share_memory_lock_protected
     def _share_fd_cpu_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,13 +69,13 @@ def _moving(original: Any) -> Any:
 
 
 class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,misc]
-    """Python's resource sharer with an abstract socket.
+    """Python's resource sharer, changed to use an abstract socket.
 
     A receiver that has disconnected is ignored.
     """
 
     def _start(self) -> None:
-        """Start a thread that listens for requests."""
+        """Start a thread that listens for requests for resources."""
         self._address = f"\0megatron_npu-{os.getpid()}-{secrets.token_hex(8)}"  # unix(7), abstract
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._address)
@@ -118,7 +118,7 @@ class _Sharer(resource_sharer._ResourceSharer):  # type: ignore[name-defined,mis
 
 
 def _user_at(connection: Connection) -> int:
-    """Return the user id of the connected process, as reported by the kernel."""
+    """Return the id of the user whose process is connected, as reported by the kernel."""
     with socket.socket(fileno=os.dup(connection.fileno())) as there:
         found = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", found)[1]

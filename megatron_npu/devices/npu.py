@@ -1,4 +1,5 @@
-"""Implement Ascend NPUs as a device through torch_npu, without its process-wide ``transfer_to_npu``.
+"""Implement Ascend NPUs as a device through torch_npu, without the process-wide effects of
+``transfer_to_npu``.
 
 ``transfer_to_npu`` disables ``torch.jit.script`` and converts float64 to float32 in the whole process. The
 redirection of this package only remaps names of ``torch.cuda``.
@@ -42,7 +43,7 @@ _CAPABILITY = (8, 0)
 
 
 class NpuDevice(Device):
-    """Ascend NPU device, which communicates through HCCL."""
+    """An Ascend NPU, which communicates through HCCL."""
 
     name = "npu"
     backend = "hccl"
@@ -120,7 +121,8 @@ class NpuDevice(Device):
 
 
 def _event_of_any_graph(event: type) -> type:
-    """Return torch.npu's event class, changed to accept and ignore torch 2.9's argument ``external``.
+    """Return the event class of torch.npu, changed to accept and ignore the argument ``external`` of torch
+    2.9.
 
     ``external`` matters only in graph captures; megatron-core 0.19 passes it for
     ``--fine-grained-activation-offloading``, with and without graphs.
@@ -144,7 +146,7 @@ def _no_range(*_: Any, **__: Any) -> None:
 
 
 def _call_when_ready(callable: Callable[[], Any], **_: Any) -> None:
-    """Run ``callable`` once the device is initialized."""
+    """Call ``callable`` after the device is initialized."""
     torch.npu._lazy_call(callable)
 
 
@@ -196,7 +198,7 @@ def _memory_history() -> dict[str, Callable[..., Any]]:
 
 
 def _saturates() -> bool:
-    """Return True if the chip returns the largest finite number instead of inf (Ascend before 910B)."""
+    """Return True if the chip returns the largest finite number instead of inf (Ascend chips before 910B)."""
     return not torch.npu.utils.is_support_inf_nan()
 
 

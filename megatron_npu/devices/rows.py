@@ -1,4 +1,4 @@
-"""Collect small per-step values in one tensor."""
+"""Collect small values from many steps in a single tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Rows:
-    """Rows ``[b]`` or ``[b, n]`` that are appended to a single tensor, whose size doubles when it is full.
+    """A collection of rows ``[b]`` or ``[b, n]`` in one tensor, whose size doubles when it is full.
 
     On a CPU, one small tensor per step would stay between the freed activations of that step, in a heap that
     keeps freed memory (``malloc.keep_freed_memory``): the next step's activations would not fit into the
@@ -25,7 +25,7 @@ class Rows:
         return self._count
 
     def add(self, rows: Tensor) -> None:
-        """Append rows, converted to the device and dtype of the first rows.
+        """Append rows, after converting them to the device and dtype of the first rows.
 
         Gradients are not tracked.
         """
@@ -40,7 +40,7 @@ class Rows:
         self._held[(slice(before, self._count), *map(slice, width))] = rows
 
     def all(self) -> Tensor:
-        """Return a view ``[rows]`` or ``[rows, width]`` of all rows, in the order in which they were added.
+        """Return a view of all rows, ``[rows]`` or ``[rows, width]``, in the order in which they were added.
 
         Raises:
             ValueError: there are no rows.

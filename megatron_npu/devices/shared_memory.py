@@ -1,4 +1,4 @@
-"""Implement collectives between ranks on one machine through shared memory instead of gloo's sockets.
+"""Implement collectives between ranks on one machine with shared memory instead of gloo's sockets.
 
 gloo sends data through the kernel's loopback network even to a process on the same machine, which copies each
 byte into and out of the kernel and adds the overhead of TCP. Here, every rank writes the parts that others
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Segment:
-    """Shared memory of the ranks of a group, with the collectives that use it.
+    """Memory that the ranks of a group share, with the collectives that use it.
 
     A collective works in stages. Each stage uses one of two inboxes, ``[ranks, ranks, part]`` by reader and
     writer, and one of two result buffers ``[ranks, part]``, alternately: data read in one stage is
@@ -53,7 +53,7 @@ class Segment:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the flat ``tensor`` with its sum over the ranks.
+        """Replace the flat tensor ``tensor`` with its sum over the ranks.
 
         The result is bitwise identical on all ranks.
         """
@@ -71,7 +71,7 @@ class Segment:
             self._stage += 1
 
     def reduce_scatter(self, output: Tensor, given: Tensor) -> None:
-        """Write this rank's part of the sum of ``given`` to ``output``.
+        """Write this rank's part of the sum of ``given`` over the ranks to ``output``.
 
         Both tensors are flat and may overlap.
         """
@@ -89,7 +89,7 @@ class Segment:
             self._stage += 1
 
     def all_gather(self, output: Tensor, given: Tensor) -> None:
-        """Gather the flat ``given`` from all ranks into the flat ``output``.
+        """Gather the flat tensors ``given`` of all ranks into the flat tensor ``output``.
 
         ``given`` may be part of ``output``.
         """
@@ -102,7 +102,7 @@ class Segment:
             self._stage += 1
 
     def _elements(self, tensor: Tensor) -> int:
-        """Return the number of elements of the tensor's dtype that fit in one part of the segment."""
+        """Return how many elements of the tensor's dtype fit into one part of the segment."""
         return self._part // tensor.element_size()
 
     def _parts(self, chunk: Tensor, size: int) -> list[Tensor]:
@@ -118,12 +118,12 @@ class Segment:
             self._inbox(parts[reader], reader, self._rank, stage).copy_(parts[reader])
 
     def _add(self, own: Tensor) -> None:
-        """Add the values of the other ranks, from this rank's inbox, to this rank's part."""
+        """Add the other ranks' values from this rank's inbox to this rank's part."""
         for writer in self._others():
             own.add_(self._inbox(own, self._rank, writer))
 
     def _take(self, parts: Sequence[Tensor]) -> None:
-        """Replace the parts of the other ranks with the results in their result buffers."""
+        """Replace the parts of the other ranks with the results from their result buffers."""
         for writer in self._others():
             parts[writer].copy_(self._shelf(parts[writer], writer))
 
@@ -143,7 +143,7 @@ class Segment:
         return self._bytes[begin : begin + like.numel() * like.element_size()].view(like.dtype)
 
     def _wait(self) -> None:
-        """Wait until all ranks have arrived.
+        """Wait until all ranks of the group have reached this point.
 
         gloo raises an error if a rank has died.
         """
@@ -153,7 +153,7 @@ class Segment:
 
 
 def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
-    """Return ``size`` zeroed bytes that all ranks of ``group`` have mapped.
+    """Return ``size`` zeroed bytes of memory that all ranks of ``group`` share.
 
     The first rank creates an unnamed file and sends its process id and descriptor to the other ranks, which
     open the file through /proc.
@@ -190,7 +190,7 @@ def _map(group: dist.ProcessGroup, size: int) -> mmap.mmap:
 
 
 def _make(token: int, size: int) -> int:
-    """Create an anonymous file in memory and return its descriptor."""
+    """Create an anonymous file in memory, and return its descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has memfd_create")
     descriptor = os.memfd_create(_name(token))
@@ -203,7 +203,7 @@ def _name(token: int) -> str:
 
 
 def _open(process: int, descriptor: int, token: int) -> int:
-    """Open the anonymous file that another process has created, and return its descriptor.
+    """Open the anonymous file that another process has created, and return a descriptor of it.
 
     The name of the file must contain the token: in another container or on another machine, the same process
     id belongs to an unrelated process.

@@ -1,4 +1,4 @@
-"""Increment the version counters of tensors that collectives write to, as in-place operations do."""
+"""Increment the version counters of tensors to which collectives write, as in-place operations do."""
 
 from __future__ import annotations
 

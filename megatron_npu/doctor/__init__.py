@@ -1,1 +1,3 @@
-"""Implement ``megatron-npu doctor``, which reports what is installed and what works, with fixes."""
+"""Implement ``megatron-npu doctor``, which reports what is installed and what works, and how to fix
+problems.
+"""

@@ -1,4 +1,4 @@
-"""Provide instructions for fixing each problem in a report."""
+"""Provide instructions for fixing each problem that a report contains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_FREE = 0.5
 
 
 def advice(report: Report) -> list[str]:
-    """Return instructions for each problem, the most basic problems first.
+    """Return instructions for each problem, starting with the most basic problems.
 
     The list is empty if a run is expected to work.
     """
@@ -118,13 +118,13 @@ def _of_deepspeed(deepspeed: dict[str, str]) -> list[str]:
 
 
 def _release(version: str | None) -> tuple[int, ...]:
-    """Return the leading numbers of a version such as ``2.13.0+cpu``."""
+    """Return the numbers at the beginning of a version such as ``2.13.0+cpu``."""
     parts = (version or "").partition("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdecimal())
 
 
 def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: str) -> Iterator[str]:
-    """Yield advice about software for a device that a run would not use."""
+    """Yield advice about software for devices that a run would not use."""
     if versions.get("torch-npu") and selected != "npu":
         yield (
             f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): "

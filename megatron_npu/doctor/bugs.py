@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu doctor --known-bugs``, which lists a Megatron's bugs and whether they are
+"""Implement ``megatron-npu doctor --known-bugs``, which lists the bugs of a Megatron and whether they are
 fixed.
 """
 
@@ -14,7 +14,7 @@ from megatron_npu.upstream import megatrons
 
 
 def tell(megatron: str | None, *, as_json: bool) -> int:
-    """Print the bugs of the Megatron in the folder ``megatron``.
+    """Print the known bugs of the Megatron in the folder ``megatron``.
 
     With None, use the Megatron that a run would import.
 

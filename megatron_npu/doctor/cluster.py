@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu doctor --cluster``, which checks every machine of a job with the job's launcher.
+"""Implement ``megatron-npu doctor --cluster``, which checks all machines of a job with the job's launcher.
 
 The ranks connect as in a run (an address of 127.0.1.1 or a firewall results in a one-line error) and exchange
 their findings, which rank 0 prints. With ``--out``, rank 0 writes lists of the machines that passed and
@@ -42,7 +42,7 @@ Facts = dict[str, Any]
 
 
 def main(folder: str | None, out: str | None) -> int:
-    """Run one rank of the inspection and return the exit code.
+    """Run one rank of the inspection, and return the exit code.
 
     The code is 1 if a machine failed.
 
@@ -122,8 +122,8 @@ def _version(package: str) -> str | None:
 
 
 def _wrong_here(every: Sequence[Facts]) -> list[str]:
-    """Return the differences between this machine and rank 0's machine, and problems with this machine's
-    ports.
+    """Return how this machine differs from rank 0's machine, and any problems with the ports of this
+    machine.
     """
     own, first = every[dist.get_rank()], every[0]
     if not own["first"]:
@@ -139,7 +139,7 @@ def _wrong_here(every: Sequence[Facts]) -> list[str]:
 
 
 def wrong_ports(address: str, uses_hccl: bool) -> list[str]:
-    """Return problems with HCCL's ports on this machine.
+    """Return problems with the ports of this machine that HCCL uses.
 
     Port ranges in variables are always checked.
 
@@ -182,7 +182,7 @@ def _is_free(address: str, port: int) -> bool:
 
 
 def _wrong_on_device() -> list[str]:
-    """Check a matmul against the host's result, sum over all ranks, and return the problems."""
+    """Compare a matmul with the host's result, compute a sum over all ranks, and return any problems."""
     device, rank, ranks = devices.current(), dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(64.0).reshape(8, 8)
     faults = []
@@ -203,7 +203,7 @@ def _wrong_on_device() -> list[str]:
 
 
 def _not_shared(folder: str) -> list[str]:
-    """Return the problem of a shared folder only on the machine that has it."""
+    """Return an error if this machine does not see files that rank 0 writes to the shared folder."""
     seen, rank = shared_folder.views(Path(folder)), dist.get_rank()
     if not seen:
         alone = dist.get_world_size() == 1
@@ -218,7 +218,7 @@ def _not_shared(folder: str) -> list[str]:
 
 
 def _pairs(every: Sequence[Facts]) -> dict[str, tuple[float, float]]:
-    """Measure pairs of machines in sequence: latency in microseconds and bandwidth in GB/s."""
+    """Measure pairs of machines one after another: latency in microseconds and bandwidth in GB/s."""
     firsts = [rank for rank, facts in enumerate(every) if facts["first"]]
     if len(firsts) <= _PAIRS:
         pairs = [(a, b) for number, a in enumerate(firsts) for b in firsts[number + 1 :]]
@@ -241,7 +241,7 @@ def _measured(a: int, b: int) -> tuple[float, float]:
 
 
 def _ping(tensor: torch.Tensor, a: int, b: int) -> float:
-    """Send a tensor to the other rank and back, and return the time in seconds."""
+    """Send a tensor to the other rank and back, and return the elapsed time in seconds."""
     devices.current().synchronize()
     began = time.perf_counter()
     for source, target in ((a, b), (b, a)):

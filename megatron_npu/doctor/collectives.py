@@ -1,4 +1,4 @@
-"""Run every kind of collective that Megatron uses in two processes, with the device's backend.
+"""Run every kind of collective that Megatron uses, in two processes with the device's backend.
 
     python -m megatron_npu.doctor.collectives STORE RANK WORLD_SIZE
 
@@ -28,7 +28,7 @@ def _expect(tensor: Tensor, value: float, told: str) -> None:
 
 
 def all_reduce(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-reduce.
+    """Check the result of an all-reduce.
 
     The sum of 1 and 2 must be 3 on both ranks.
     """
@@ -38,7 +38,7 @@ def all_reduce(own: Tensor, rank: int, size: int) -> None:
 
 
 def all_gather(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-gather.
+    """Check the result of an all-gather.
 
     Each rank must receive every rank's number.
     """
@@ -49,7 +49,7 @@ def all_gather(own: Tensor, rank: int, size: int) -> None:
 
 
 def reduce_scatter(own: Tensor, rank: int, size: int) -> None:
-    """Check a reduce-scatter.
+    """Check the result of a reduce-scatter.
 
     Each rank must receive its part of the sum.
     """
@@ -59,7 +59,7 @@ def reduce_scatter(own: Tensor, rank: int, size: int) -> None:
 
 
 def all_to_all(own: Tensor, rank: int, size: int) -> None:
-    """Check an all-to-all.
+    """Check the result of an all-to-all.
 
     Each rank must receive one part from every rank, in rank order.
     """
@@ -70,7 +70,7 @@ def all_to_all(own: Tensor, rank: int, size: int) -> None:
 
 
 def broadcast(own: Tensor, rank: int, size: int) -> None:
-    """Check a broadcast.
+    """Check the result of a broadcast.
 
     Every rank must receive the last rank's number.
     """
@@ -80,7 +80,7 @@ def broadcast(own: Tensor, rank: int, size: int) -> None:
 
 
 def send_and_receive(own: Tensor, rank: int, size: int) -> None:
-    """Check send and receive.
+    """Check that a tensor can be sent and received.
 
     The last rank must receive the first rank's number.
     """
@@ -105,7 +105,7 @@ CHECKS: tuple[Callable[[Tensor, int, int], None], ...] = (
 
 
 def main(store: str, rank: int, size: int) -> None:
-    """Join the other processes and run every check.
+    """Join the other processes, and run every check.
 
     Raise an AssertionError if a result is wrong.
     """

@@ -13,7 +13,8 @@ from megatron_npu.doctor.advice import Report, advice
 
 
 def main(argv: list[str]) -> int:
-    """Print versions, devices, the detected Megatron, and the results of operation and communication tests.
+    """Print versions, devices, the Megatron that was found, and the results of checking operations and
+    communication.
 
     Returns:
         0 if a run is expected to work, 1 if there is advice to follow; always 0 with ``--known-bugs``.
@@ -128,7 +129,7 @@ def text(report: Report) -> str:
 
 
 def _of(report: Report) -> str:
-    """Return the name of the Megatron to which the verdict applies.
+    """Return the name of the Megatron that the report describes.
 
     Scripts of another Megatron would import that one.
     """

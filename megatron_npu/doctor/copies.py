@@ -1,4 +1,6 @@
-"""Find the copy of this package in use, and copies that a script in this folder would import instead."""
+"""Find the copy of this package that is in use, and other copies that a script in this folder would
+import.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _NAME = "megatron_npu"
 
 
 def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the copy in use, its installation method, and what ``import megatron_npu`` finds from ``here``.
+    """Return the copy of this package in use, how it was installed, and which copy a script in ``here`` would
+    import.
 
     Args:
         here: the folder in which scripts are started (default: the working directory).
@@ -36,7 +39,7 @@ def copies(here: Path | None = None, path: Sequence[str] | None = None) -> dict[
 
 
 def _installed() -> str:
-    """Return the way in which pip installed the package."""
+    """Return how pip installed the package."""
     try:
         record = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:

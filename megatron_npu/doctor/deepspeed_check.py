@@ -1,4 +1,4 @@
-"""Report the accelerator that DeepSpeed detects, in a separate process set up like a run.
+"""Report the accelerator that DeepSpeed detects in a separate process, which is set up like a run.
 
     python -m megatron_npu.doctor.deepspeed_check
 

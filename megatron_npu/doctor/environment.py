@@ -1,4 +1,4 @@
-"""Find the Megatron that a run would import, and the environment variables that affect it."""
+"""Find the Megatron that a run would import, and the environment variables that would affect the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIXES = (
 
 
 def put_on_path(path: str | None) -> str:
-    """Put the Megatron that a run would import first on ``sys.path``.
+    """Put the Megatron that a run would import at the front of ``sys.path``.
 
     Return how it was found.
 
@@ -65,7 +65,8 @@ def _first_on_path() -> megatrons.Upstream | None:
 
 
 def megatron(found_by: str, *, pins: bool = True) -> dict[str, Any]:
-    """Return the Megatron to be imported, its location, the copies that it shadows, and its patches' states.
+    """Return the Megatron that would be imported, its location, the copies that it shadows, and its patches'
+    states.
 
     ``pins`` compares each patch with the sources; this requires torch, because the adaptors import it.
     """
@@ -103,5 +104,5 @@ def _here(used: Path | None) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that affect a run."""
+    """Return the environment variables that would affect a run."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}

@@ -20,7 +20,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def device_list() -> dict[str, Any]:
-    """Return the selected devices, and for each kind the number of devices or the reason why there are none.
+    """Return the selected devices and, for each kind of device, their number or the reason why there are
+    none.
 
     ``each`` lists the devices of the selected kind with ``device``, ``model``, ``free_mib`` and
     ``total_mib``; the last two are present only if the device's module in torch reports them. The model of a
@@ -63,12 +64,14 @@ def _row(device: str, model: str, free: int, total: int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Return the CPU's name, its number of logical cores, and the vector instructions that torch uses."""
+    """Return the name of the CPU, its number of logical cores, and the vector instructions that torch
+    uses.
+    """
     return f"{processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def processor() -> str:
-    """Return the processor's model name, or its architecture if the model is unknown."""
+    """Return the name of the processor's model, or its architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

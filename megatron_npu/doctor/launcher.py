@@ -1,4 +1,4 @@
-"""Find the Python that the shell's ``torchrun`` starts, and whether that Python has this package."""
+"""Find the Python that the shell's ``torchrun`` starts, and check whether this package is installed there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHERE = (
 
 
 def launcher() -> dict[str, str]:
-    """Return the ``torchrun`` on PATH, the Python that it starts, and the problems of that Python.
+    """Return the ``torchrun`` on PATH, the Python that it starts, and any problems with this Python.
 
     Returns:
         "torchrun": its file, or that there is none; "python": what it starts, if that is known; "lacks": set
@@ -84,7 +84,7 @@ def _beginning(script: str) -> str:
 
 
 def _python_of(script: str) -> str | None:
-    """Return the Python named in a script's first line, or None."""
+    """Return the Python interpreter that the first line of a script names, or None."""
     line = _beginning(script).split("\n")[0]
     words = line.removeprefix("#!").split()
     if not line.startswith("#!") or not words:
@@ -96,7 +96,7 @@ def _python_of(script: str) -> str | None:
 
 
 def _copy_in(python: str) -> str | None:
-    """Return the folder of the copy that ``python`` imports.
+    """Return the folder from which ``python`` imports this package.
 
     The result is empty without a copy, and None if Python does not run.
     """

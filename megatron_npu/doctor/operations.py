@@ -23,7 +23,7 @@ from megatron_npu.ops.dropout import bias_dropout_add, dropout
 
 
 def examples() -> dict[str, Example]:
-    """Return every registered example, keyed by the names of its operation and case."""
+    """Return every registered example, keyed by the names of the operation and the case."""
     return {
         f"{operation.name}, {case}" if case else operation.name: example
         for operation in dispatch.all_operations()
@@ -62,8 +62,7 @@ def _plain_dropout_error(make: Make) -> float:
 
 
 def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
-    """Return the error of kept values against ``residual + x / 0.75`` and of dropped values against
-    ``residual``.
+    """Return the largest error of a dropout result, in which each value must be kept or dropped.
 
     Raises:
         ArithmeticError: the fraction of dropped values is not the requested 0.25.
@@ -89,7 +88,7 @@ DRAWING: dict[str, Callable[[Make], float]] = {
 
 
 def compare(dtype: torch.dtype) -> tuple[dict[str, float], dict[str, str]]:
-    """Compare random operations with their formulas.
+    """Compare operations that use random numbers with their formulas.
 
     Return the errors and the failures.
     """
@@ -117,7 +116,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def report() -> dict[str, object]:
-    """Test in fp32 and bf16.
+    """Test all operations in fp32 and bf16, and return the results.
 
     Return failures, largest errors, errors above the limit, and fallbacks.
     """

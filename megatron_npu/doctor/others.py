@@ -1,4 +1,6 @@
-"""Find other packages that replace Megatron's layers or functions, and determine which takes effect."""
+"""Find other packages that replace layers or functions of Megatron, and determine which replacement takes
+effect.
+"""
 
 from __future__ import annotations
 

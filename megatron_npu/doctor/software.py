@@ -28,9 +28,7 @@ _TIMEOUT = 120  # seconds, for importing torch in a process of its own
 
 
 def torch_import_error() -> str | None:
-    """Import torch.
-
-    Return None, or a one-line reason if the import fails.
+    """Import torch, and return a one-line reason if this fails, or None.
 
     torch imports every installed device package at its end, and their exceptions look like torch's own. A
     second attempt without these packages shows which of them causes the failure.
@@ -90,7 +88,7 @@ def _package(name: str) -> str | None:
 
 
 def extensions() -> dict[str, list[str]]:
-    """Return torch's compiled extensions of this user, and locks left by interrupted compilations."""
+    """Return the extensions that torch has compiled for this user, and locks of interrupted compilations."""
     place = extension_locks.folder()
     return {
         "compiled": sorted(path.stem for path in place.glob("*/*/*.so")),
@@ -99,7 +97,7 @@ def extensions() -> dict[str, list[str]]:
 
 
 def _of_torch() -> dict[str, str | None]:
-    """Return the versions that only torch can report, or an empty dict if torch cannot be imported."""
+    """Return the versions that only torch itself can report, or an empty dict if torch cannot be imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -118,7 +116,7 @@ def _of_torch() -> dict[str, str | None]:
 
 
 def _cann() -> str | None:
-    """Return the version of the CANN toolkit in ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH."""
+    """Return the version of the CANN toolkit to which ASCEND_TOOLKIT_HOME or ASCEND_HOME_PATH points."""
     if settings.SIM.enabled():
         return f"simulated, {settings.SIM_SOC.get()}"
     return _toolkit_file("version.cfg") or _toolkit_file("*-linux/ascend_toolkit_install.info")
@@ -138,7 +136,9 @@ def _ascend_driver() -> str | None:
 
 
 def _nvidia_driver() -> str | None:
-    """Return the version from the kernel module's line, ``NVRM version: … Kernel Module  535.104.05 …``."""
+    """Return the driver version from the kernel module's line, ``NVRM version: … Kernel Module 535.104.05
+    …``.
+    """
     line = _line_with_version(_NVIDIA_DRIVER) or ""
     number = re.search(r"\d+\.\d+(\.\d+)?", line)
     return number[0] if number else None
@@ -153,7 +153,7 @@ def _line_with_version(path: Path) -> str | None:
 
 
 def patched_by() -> str:
-    """Return the mechanism that patches Megatron in a process that runs a stock script."""
+    """Return which mechanism patches Megatron in a process that runs a stock script."""
     names = [entry.name for entry in entry_points(group="torch.backends")]
     if "megatron_npu" not in names:
         return "megatron-npu run, or import megatron_npu (not installed with pip: torch does not load it)"

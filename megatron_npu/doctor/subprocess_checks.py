@@ -1,4 +1,4 @@
-"""Run checks in separate processes, because they may hang, crash or have side effects."""
+"""Run checks in separate processes, because the checks may hang, crash or have side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 
 def before_communication(root: str | None) -> dict[str, dict[str, Any]]:
-    """Run the checks that need one process each at the same time.
+    """Run the checks that need only one process each, all at the same time.
 
     Most of their time is spent importing torch.
 
@@ -86,7 +86,7 @@ def communication() -> dict[str, Any]:
 
 
 def ledger(root: str) -> dict[str, Any]:
-    """Import the patched modules of the Megatron in ``root``, and return the state of their patches."""
+    """Import the patched modules of the Megatron in ``root``, and return the states of the patches."""
     return _together({"ledger": _ledger(root)})["ledger"]
 
 
@@ -123,7 +123,7 @@ def _deepspeed() -> Check:
 
 
 def _together(checks: Mapping[str, Check]) -> dict[str, dict[str, Any]]:
-    """Start all checks, wait for each, and return each check's part of the report by name."""
+    """Start all checks, wait for each of them, and return their parts of the report by name."""
     found: dict[str, dict[str, Any]] = {}
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -145,7 +145,7 @@ def _together(checks: Mapping[str, Check]) -> dict[str, dict[str, Any]]:
 
 
 def _misses_a_package(row: dict[str, Any]) -> bool:
-    """Return True if a module could not be imported because a package other than Megatron is missing."""
+    """Return True if a module cannot be imported because a package other than Megatron is missing."""
     return (
         row["state"] == "pending" and "No module named" in row["reason"] and "'megatron" not in row["reason"]
     )
@@ -163,10 +163,7 @@ def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[s
 
 
 def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
-    """Wait for a process.
-
-    Return its output, and its problem as one line or None.
-    """
+    """Wait until a process ends, and return its output, and its problem as one line or None."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

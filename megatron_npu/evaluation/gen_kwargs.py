@@ -1,4 +1,4 @@
-"""Parse and check the ``generation_kwargs`` of an lm-eval task."""
+"""Parse and check the ``generation_kwargs`` of a task of lm-eval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """Settings for generating a text in an lm-eval task.
+    """The settings for generating a text in an lm-eval task.
 
     Attributes:
         until: the strings that end the generation and are not part of the result.
@@ -38,7 +38,7 @@ class Wish:
 
     @classmethod
     def of(cls, wanted: Mapping[str, Any], tokens: int) -> Wish:
-        """Return the generation settings of a request.
+        """Read the generation settings from a request.
 
         Args:
             wanted: the keywords of the request.
@@ -63,7 +63,7 @@ class Wish:
         )
 
     def options(self, seed: int) -> Options:
-        """Return the sampling options."""
+        """Return the sampling options that correspond to the settings."""
         return Options(
             num_tokens=self.tokens,
             temperature=self.temperature,
@@ -85,7 +85,7 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
 
 
 def _temperature(rest: dict[str, Any]) -> float:
-    """Remove ``do_sample`` and ``temperature`` from the settings, and return the temperature.
+    """Remove ``do_sample`` and ``temperature`` from the settings, and return the resulting temperature.
 
     When sampling, the default is 1.
     """

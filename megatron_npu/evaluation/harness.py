@@ -28,7 +28,7 @@ _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') on this machine
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser that prints the help text.
+    """Return a parser that is used only to print the help text.
 
     lm-eval itself parses all arguments.
     """
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run lm-eval and return its exit code.
+    """Run lm-eval, and return its exit code.
 
     Raises:
         UsageError: lm-eval is not installed.

@@ -29,7 +29,7 @@ from megatron_npu.pretrain.run import initialize, layout
 
 
 class Found(NamedTuple):
-    """Result of the model for one passage.
+    """The model's result for one passage.
 
     Attributes:
         example: the passage.
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
         UsageError: the checkpoint or file does not exist, or a passage does not fit the model.
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(line: int, row: Found) -> dict[str, Any]:
-    """Return the JSON record of a passage, with tokens as ids."""
+    """Return the JSON record of a passage, in which tokens are represented by their ids."""
     return {
         "line": line,
         "correct": row.correct,
@@ -118,7 +118,7 @@ def _counts(rows: Sequence[Found]) -> tuple[int, int]:
 
 
 def perplexity(rows: Sequence[Found]) -> float:
-    """Return the exponential of the mean negative log-likelihood of the answers, or infinity on overflow.
+    """Return the exponential of the mean negative log-likelihood of the answers, or infinity if it overflows.
 
     Each passage is counted once.
     """
@@ -148,7 +148,7 @@ def accuracy(
     merge_file: str | None = None,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Return the number of passages that the model completes correctly, and the total number.
+    """Return the number of passages that the model completes correctly, and the number of all passages.
 
     Under torchrun, each process holds the whole model and evaluates a part of the passages. All processes
     return the same result.
@@ -180,7 +180,7 @@ def found(
     merge_file: str | None = None,
     **changes: Any,
 ) -> list[Found]:
-    """Return the result for each passage of ``file``; see ``accuracy`` and ``read_examples``.
+    """Return the result for each passage in ``file``; see ``accuracy`` and ``read_examples``.
 
     Raises:
         UsageError: the checkpoint or file does not exist, a passage does not fit the model, or logits are NaN

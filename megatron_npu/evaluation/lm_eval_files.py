@@ -1,4 +1,4 @@
-"""Check the files of an lm-eval run: results must be writable, and caches safe from other users.
+"""Check that results of an lm-eval run can be written, and that no other user can change its caches.
 
 The results are checked because lm-eval only warns if it cannot write them, and still ends with exit code 0.
 The caches are checked because they are pickles, which execute code when they are read.
@@ -20,7 +20,7 @@ _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the file options in lm-eval's command line."""
+    """Return the options for files in the command line of lm-eval."""
     parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
@@ -78,7 +78,7 @@ def _folder(output_path: Path) -> Path:
 
 
 def _caches(prefix: str | None) -> Iterator[Path]:
-    """Yield the caches that a run would read: one database per process, and cached task requests."""
+    """Yield the caches that a run would read: one database per process, and the cached requests of tasks."""
     if prefix is not None:
         path = Path(prefix)
         yield from path.parent.glob(f"{path.name}_rank*.db")

@@ -46,7 +46,7 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, ids of c
 
 @register_model("megatron_npu")
 class MegatronNpu(TemplateLM):
-    """A checkpoint that lm-eval can evaluate, in one process or several.
+    """A checkpoint for evaluation by lm-eval, which runs in one or several processes.
 
     If neither parallel size is given, each process has a copy of the model, and the requests are divided
     among the processes. If a size is given, the processes share one model, and the first process sends all
@@ -107,14 +107,14 @@ class MegatronNpu(TemplateLM):
             )
 
     def close(self) -> None:
-        """Release the model and the other processes.
+        """Free the model, and end the other processes.
 
         The object cannot be used after this call.
         """
         self._held.close()
 
     def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
-        """Load the model and prepare to send requests.
+        """Load the model, and prepare to send requests to the other processes.
 
         If several processes share the model, only the first returns.
         """
@@ -147,7 +147,7 @@ class MegatronNpu(TemplateLM):
     # what lm-eval asks of several processes
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes, concatenated."""
+        """Concatenate the tensors of all processes, and return the result."""
         if self._world_size == 1:
             return tensor
         found: list[Any] = [None] * self._world_size
@@ -179,7 +179,9 @@ class MegatronNpu(TemplateLM):
 
     @functools.cached_property
     def prefix_token_id(self) -> int:
-        """The id that precedes a text without context: the tokenizer's start token or else its end token."""
+        """The id that precedes a text without context: the tokenizer's start token or, without one, its
+        end token.
+        """
         tokenizer = self._model.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             return tokenizer.eod
@@ -201,7 +203,7 @@ class MegatronNpu(TemplateLM):
         return tokenizer.encode(string, special_tokens=add_special_tokens)
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        """Decode ids to text, without special tokens."""
+        """Decode ids to text, leaving out special tokens."""
         tokenizer = self._model.tokenizer
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokens = [token for token in tokens if token not in tokenizer.special_ids]
@@ -211,7 +213,7 @@ class MegatronNpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name that identifies this tokenizer in lm-eval's caches."""
+        """A name that identifies this tokenizer in the caches of lm-eval."""
         args = self._model.args
         file = args.tokenizer_model or args.vocab_file or args.tokenizer_type
         return str(file).replace("/", "__")
@@ -227,13 +229,13 @@ class MegatronNpu(TemplateLM):
         return found
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template, or None if no template is to be applied."""
+        """Return the chat template, or None if no chat template is to be applied."""
         return self._template.source if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render messages as text."""
+        """Convert messages to text with the chat template."""
         return self._template.render(chat_history, begin_answer=add_generation_prompt)
 
     # requests
@@ -241,7 +243,8 @@ class MegatronNpu(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each request's continuation, and whether greedy decoding produces it.
+        """Return the log-likelihood of each request's continuation, and whether greedy decoding would
+        generate it.
 
         If a text is too long, only its last tokens are used. Requests whose texts differ only in their last
         token, such as one-token answers to the same question, share one computation.
@@ -300,7 +303,7 @@ class MegatronNpu(TemplateLM):
         return answers
 
     def _blocks(self, order: Sequence[int], what: str, quiet: bool) -> Iterator[Sequence[int]]:
-        """Yield groups of request indices, several batches at a time, and show the progress."""
+        """Yield groups of request indices, each for several batches, and show the progress."""
         size = _BLOCK * self.batch
         with tqdm(total=len(order), desc=f"megatron_npu: {what}", disable=quiet or self._rank > 0) as bar:
             for start in range(0, len(order), size):
@@ -313,7 +316,9 @@ class MegatronNpu(TemplateLM):
         return self._asked.score(texts, firsts, batch=self.batch)
 
     def _prompt(self, context: str, wish: Wish) -> list[int]:
-        """Return the last ids of a context that fit into the model together with the answer."""
+        """Return the last ids of a context, so that the context and the answer together fit into the
+        model.
+        """
         room = self.max_length - wish.tokens
         if room < 1:
             raise UsageError(

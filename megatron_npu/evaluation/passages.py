@@ -1,4 +1,4 @@
-"""Read LAMBADA passages: the context of each passage, and the tokens to predict."""
+"""Read LAMBADA passages, each of which consists of a context and the tokens to predict."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Cut = Literal["token", "word", "lm-eval"]
 
 
 class Example(NamedTuple):
-    """A passage, which consists of its input tokens and the tokens to predict."""
+    """A passage, which consists of input tokens and the tokens to predict."""
 
     context: list[int]
     answer: list[int]
 
 
 def read_examples(file: str, tokenizer: Tokenizer, *, cut: Cut, longest: int) -> list[Example]:
-    """Return the passages of a file, each truncated to its last ``longest`` input tokens.
+    """Return the passages in a file, each truncated to its last ``longest`` input tokens.
 
     The first process prints how many passages were truncated.
 
@@ -87,7 +87,7 @@ def _last_word(text: str, tokenizer: Tokenizer) -> Example:
 
 
 def _as_lm_eval(text: str, tokenizer: Tokenizer) -> Example:
-    """Split a passage as lm-eval 0.4 does: only at the last space, with the ids of the whole text."""
+    """Split a passage as lm-eval 0.4 does: only at the last space, using the ids of the whole text."""
     before, blank, word = text.rpartition(" ")
     context = before.rstrip()
     ids = tokenizer.encode(context)

@@ -1,4 +1,4 @@
-"""Write lm-eval's result files either completely or not at all, and record failed writes.
+"""Write the result files of lm-eval either completely or not at all, and record failed writes.
 
 lm-eval writes these files in place, logs a warning if that fails, and still ends with exit code 0. Therefore,
 the ``Path`` and ``open`` of its result module are replaced with versions that write through
@@ -21,7 +21,7 @@ _PATTERNS = ("results_*.partial", "samples_*.partial", "*.json.*.partial")
 
 @contextlib.contextmanager
 def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
-    """Make a module write only complete files inside the block.
+    """Make a module write only complete files inside the ``with`` block.
 
     Yield a list of messages about failed writes.
 
@@ -31,16 +31,19 @@ def writing_whole(tracker: ModuleType) -> Iterator[list[str]]:
     lost: list[str] = []
 
     class WholePath(type(Path())):  # type: ignore[misc]  # the kind of this system
-        """Path whose file is replaced only after the new content is completely on disk."""
+        """Path whose file is replaced only after its new content is completely on disk."""
 
         def write_text(self, data: str, *_: Any, **__: Any) -> int:
-            """Write the file with the encoding and line endings of ``files.write``."""
+            """Write text to the file with the encoding and line endings of ``files.write``."""
             with self.open("w") as stream:
                 stream.write(data)
             return len(data)
 
         def open(self, mode: str = "r", *args: Any, **options: Any) -> Any:
-            """Open the file. A file opened for writing or appending is replaced at the end of the block."""
+            """Open the file in such a way that its content is replaced only when the new content is complete.
+
+            A file opened for writing or appending is replaced at the end of the block.
+            """
             return _whole(self, mode, lost) if mode in ("w", "a") else super().open(mode, *args, **options)
 
     own = {"Path": WholePath, "open": lambda path, mode="r", *a, **o: WholePath(path).open(mode, *a, **o)}
@@ -76,7 +79,7 @@ def _whole(path: Path, mode: str, lost: list[str]) -> Iterator[io.TextIOWrapper]
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the partial files of a run that was killed while writing."""
+    """Remove the partial files that a run left behind when it was killed while writing."""
     for pattern in _PATTERNS:
         for partial in (*folder.glob(pattern), *folder.glob(f"*/{pattern}")):
             files.remove_abandoned(

@@ -1,4 +1,4 @@
-"""Train Transformers models and custom models with acceleration switches and templates.
+"""Train Transformers models and custom models, using acceleration switches and templates.
 
 User scripts import the names below from this package or, when run by ``megatron-npu train``, from
 ``rapidformer``. The names are imported lazily, so that printing a help text does not load torch.

@@ -1,1 +1,1 @@
-"""Generate text with a GPT model in memory: token selection and the Sampler, independent of checkpoints."""
+"""Generate text from the checkpoint of a GPT model."""

@@ -1,4 +1,4 @@
-"""Apply a checkpoint's chat template, which converts messages to the text format used in training.
+"""Apply the chat template of a checkpoint, which converts messages to the text format used in its training.
 
 Templates are written in Jinja and are distributed with the Hugging Face tokenizer, so they are untrusted.
 Templates are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """Chat template and the special tokens that it may use.
+    """A chat template, and the special tokens that it may use.
 
     Args:
         source: the Jinja source.
@@ -56,7 +56,7 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message], *, begin_answer: bool = True) -> str:
-        """Render messages as text.
+        """Convert messages to text with the chat template.
 
         Args:
             messages: the messages, each with a ``role`` and a ``content``.
@@ -125,7 +125,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Bounded(ImmutableSandboxedEnvironment):
-        """A Jinja sandbox whose ``*`` and ``**`` operators reject results that are too large."""
+        """A Jinja sandbox whose operators ``*`` and ``**`` reject results that are too large."""
 
         intercepted_binops = frozenset({"*", "**"})
 
@@ -142,7 +142,7 @@ def _environment() -> Any:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items or bits in an operator's result.
+    """Return the number of items or bits in the result of an operator.
 
     The result is 0 for operators without a size limit.
     """
@@ -161,7 +161,7 @@ def _length(value: Any) -> int:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Limit the time that the block may take in the current thread.
+    """Limit the time that the ``with`` block may take in the current thread.
 
     The block is interrupted at the first line of Python that is reached after the limit. This works because
     the loops of a template are Python loops. A separate thread is not used because it could not be stopped.

@@ -51,7 +51,7 @@ def _edit_lines() -> None:
 
 
 def _asked() -> str | None:
-    """Read and return a prompt, or return None at the end of the input."""
+    """Read a prompt and return it, or return None at the end of the input."""
     try:
         with watchdog.phase(watchdog.WAITING):
             prompt = input(QUESTION)
@@ -62,7 +62,7 @@ def _asked() -> str | None:
 
 
 def _answer(model: TrainedModel, leader: Leader, options: Options, prompt: str) -> None:
-    """Print the model's continuation of a prompt, piece by piece."""
+    """Print the model's continuation of a prompt, one piece at a time."""
     ids = model.prompt(prompt)
     text = GrowingText(model.tokenizer, ids)
     print(prompt, end="", flush=True)

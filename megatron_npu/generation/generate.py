@@ -120,7 +120,7 @@ def options_of(given: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
         UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
@@ -159,7 +159,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate texts for one prompt or without a prompt.
+    """Generate texts that continue one prompt, or texts without a prompt.
 
     Print the texts or write them to a file.
     """
@@ -195,7 +195,7 @@ def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, p
 
 
 def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
-    """Generate a continuation for each line of a file, and write prompts and continuations."""
+    """Generate a continuation for each line of a file, and write the prompts with their continuations."""
     file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
@@ -214,7 +214,7 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
 
 
 def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
-    """Reject a number of tokens that exceeds the number of positions of the model."""
+    """Reject a number of tokens that exceeds the number of the model's positions."""
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:
         raise UsageError(
@@ -232,7 +232,7 @@ def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedMo
 def generate(
     load: str, prompt: str, *, vocab_file: str | None = None, merge_file: str | None = None, **options: object
 ) -> str:
-    """Return a prompt with its continuation, up to an end-of-document token, using a single process.
+    """Return a prompt and its continuation, up to an end-of-document token, using only this process.
 
     Args:
         load: the folder that was given to ``--save``.

@@ -1,4 +1,4 @@
-"""Read files of prompts (one per line), and write files of samples (JSON lines)."""
+"""Read prompts from files (one per line), and write samples to files (JSON lines)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_prompts(file: str) -> list[str]:
 
 
 def record(model: TrainedModel, sample: Sample) -> dict[str, Any]:
-    """Return the JSON record of a sample.
+    """Return a sample as a JSON record.
 
     In the record, ``text`` is the prompt with its continuation, ``length`` is the number of tokens in this
     text, and ``finished`` tells whether the model generated the end token.
@@ -65,7 +65,7 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
 
 
 def require_writable(file: str) -> None:
-    """Check before generating any text that ``write`` will be able to write to a path.
+    """Check, before any text is generated, that ``write`` will be able to write to a path.
 
     Raises:
         UsageError: the path's folder does not exist, or the path is a folder.

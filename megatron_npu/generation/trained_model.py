@@ -1,4 +1,4 @@
-"""Create a Sampler from a checkpoint, and define the command-line flags for this."""
+"""Create a Sampler from a checkpoint, and declare the command-line flags for this."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def precision(given: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Checkpoint in memory, shared by all processes of the command.
+    """A model loaded from a checkpoint, which all processes of the command share.
 
     Attributes:
         args: the flags of the checkpoint's training run, with the layout of this command.
@@ -101,11 +101,11 @@ class TrainedModel:
         return ids
 
     def text(self, sample: Sample) -> str:
-        """Return the prompt and its continuation as text."""
+        """Return a sample, which is the prompt and its continuation, as text."""
         return self.tokenizer.decode(self.content(sample))
 
     def content(self, sample: Sample) -> list[int]:
-        """Return the token ids of a sample's text.
+        """Return the token ids of the text in a sample.
 
         An end token that represents an empty prompt is omitted.
         """
@@ -114,7 +114,7 @@ class TrainedModel:
 
 @contextlib.contextmanager
 def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model selected by the flags of ``add_flags`` for use inside the block.
+    """Load the model that the flags of ``add_flags`` select, for use inside the ``with`` block.
 
     Args:
         given: the command's flags.
@@ -135,7 +135,7 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 @contextlib.contextmanager
 def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
-    """Load the model selected by the flags of ``add_checkpoint`` for use inside the block.
+    """Load the model that the flags of ``add_checkpoint`` select, for use inside the ``with`` block.
 
     Args:
         given: the command's flags.
@@ -159,7 +159,7 @@ def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> 
 
 
 def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Reject model sizes on the command line that differ from the checkpoint's sizes."""
+    """Reject model sizes on the command line that differ from those of the checkpoint."""
     for name in (*_SHAPE, "tokenizer_type"):
         wanted, there = getattr(given, name), getattr(args, name)
         if wanted is not None and wanted != there:

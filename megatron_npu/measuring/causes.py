@@ -1,4 +1,4 @@
-"""Explain why a row differs from the published trend on this machine or for this model size."""
+"""Explain why a row of results differs from the published trend on this machine or for this model size."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _of_throughput(plan: Plan, scheme: Scheme, verdict: str) -> Iterator[str]:
 
 
 def _size(plan: Plan) -> Iterator[str]:
-    """Yield the size of the document's model if the measured model has another size."""
+    """Yield the size of the document's model if the measured model has a different size."""
     theirs, ours = plan.suite.family.size(plan.suite.family.documented), plan.size
     batch = plan.suite.micro_batch_size
     if (ours.layers, ours.hidden, ours.seq_length) != (theirs.layers, theirs.hidden, theirs.seq_length) or (

@@ -1,4 +1,5 @@
-"""Implement ``megatron-npu bench``: measure mixed precision, sharding, 3D parallelism, compiled graphs.
+"""Implement ``megatron-npu bench``, which measures mixed precision, sharding, 3D parallelism and compiled
+graphs.
 
 The command prints one of the document's four tables: samples per second as mean and standard deviation, the
 peak memory of the largest rank, OOM for rows that do not fit and NA for rows that cannot run. Each row runs
@@ -25,7 +26,7 @@ _PACKAGES = ("torch", "torch-npu", "transformers", "megatron-core")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print a table.
+    """Measure a table, and print it.
 
     Return the exit code, which is 1 if a row failed for a reason other than memory.
 
@@ -62,7 +63,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _measured(prepared: Plan, row: Row) -> ranks.Outcome:
-    """Run a row with a progress bar, print its result, and return the outcome."""
+    """Measure a row with a progress bar, print its result, and return the outcome."""
     job = prepared.job(row.scheme)
     begin = time.monotonic()
     outcome = prepared.outcome_beforehand(job)
@@ -85,7 +86,7 @@ def _line(row: Row, prepared: Plan, seconds: float) -> str:
 
 
 class _Progress:
-    """Progress of a row, shown as a bar on a terminal."""
+    """Display of the progress of a row, as a bar on a terminal."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._name, self._steps = name, steps
@@ -102,7 +103,7 @@ class _Progress:
         self._bar.close()
 
     def to(self, done: int) -> None:
-        """Show that ``done`` steps are complete."""
+        """Display that ``done`` steps are complete."""
         self._bar.update(done - self._bar.n)
 
 

@@ -1,4 +1,4 @@
-"""Estimate the minimum memory of a rank before a row starts, to avoid exhausting the machine.
+"""Estimate the minimum memory of a rank before a row starts, so that the machine does not run out of memory.
 
 The estimate is a calculated lower bound. A row whose bound exceeds the limit cannot fit, and other rows may
 still run out of memory (OOM).
@@ -14,7 +14,8 @@ _WEIGHTS_TOO = ("zero-3", "fsdp")
 
 
 def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
-    """Return a lower bound on the bytes of model states and activations on the largest rank.
+    """Return a lower bound, in bytes, for the model states and activations on the rank that needs the most
+    memory.
 
     Args:
         job: the row's job.
@@ -25,7 +26,9 @@ def bytes_of_a_rank(job: Job, family: Family, *, host_is_device: bool) -> int:
 
 
 def states(job: Job, family: Family, host_is_device: bool) -> int:
-    """Return the bytes of weights, gradients and optimizer states, counted as in ZeRO (arXiv:1910.02054)."""
+    """Return the number of bytes of weights, gradients and optimizer states, counted as in ZeRO
+    (arXiv:1910.02054).
+    """
     scheme, count = job.scheme, parameters(family, job.size)
     if job.workload.startswith("megatron:"):
         # the first and the last stage hold the embedding
@@ -45,7 +48,8 @@ def states(job: Job, family: Family, host_is_device: bool) -> int:
 
 
 def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
-    """Return the bytes per parameter of weight, gradient and optimizer state without sharding.
+    """Return the number of bytes per parameter for the weight, the gradient and the optimizer state without
+    sharding.
 
     With mixed precision, Megatron's model has weights of 2 bytes, gradients of 4 (bf16) or 2 (fp16), and 12
     in the optimizer. With autocast (Transformers), weights stay fp32: 4 + 4 + 8 bytes.
@@ -58,7 +62,7 @@ def _bytes_of_a_weight(job: Job) -> tuple[float, float, float]:
 
 
 def activations(job: Job) -> int:
-    """Return the bytes saved for the backward pass with fused attention.
+    """Return the number of bytes that are saved for the backward pass with fused attention.
 
     These bytes include at least the logits.
 

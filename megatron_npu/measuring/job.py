@@ -1,4 +1,4 @@
-"""Describe the training job of one row, which the parent process writes and each rank reads."""
+"""Describe the training job for one row of a table, which the parent process writes and each rank reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP = 3  # steps before the first that counts: optimizer states, graphs, all
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings that all rows of a table share.
+    """The settings that all rows of a table share.
 
     Attributes:
         size: the model's size.
@@ -39,13 +39,13 @@ class Setting:
     memory_limit: int | None = None
 
     def setting(self) -> dict[str, Any]:
-        """Return the settings by name."""
+        """Return the settings as a dict, keyed by name."""
         return {field.name: getattr(self, field.name) for field in fields(Setting)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Setting):
-    """One row of a results table to be measured on this machine.
+    """The training job for one row of a table, to be measured on this machine.
 
     Attributes:
         workload: see ``Suite``.
@@ -57,7 +57,7 @@ class Job(Setting):
 
     @property
     def steps_in_all(self) -> int:
-        """The number of steps per rank, including warm-up steps."""
+        """The number of steps of each rank, including the warm-up."""
         return WARM_UP + self.steps * self.repeat
 
     @property
@@ -67,12 +67,12 @@ class Job(Setting):
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro batches per rank and step."""
+        """The number of micro-batches per rank and step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def switches(self) -> Switches:
-        """The switches of ``megatron-npu train`` for the row."""
+        """The switches of ``megatron-npu train`` that the row uses."""
         return Switches(
             mixed_precision=self.mixed_precision if self.scheme.mixed else None,
             sharding=self.scheme.sharding,
@@ -86,7 +86,7 @@ class Job(Setting):
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Create a job from a string returned by ``to_json``."""
+        """Create a job from a string that ``to_json`` has returned."""
         values = json.loads(text)
         scheme = values["scheme"]
         scheme |= {"cells": tuple(scheme["cells"]), "printed": Printed(**scheme["printed"])}

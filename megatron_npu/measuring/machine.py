@@ -1,4 +1,4 @@
-"""Describe the machine and the limits of its measurements."""
+"""Describe the machine on which a table is measured, and what limits its measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
-    """Description of this machine's device for a benchmark.
+    """A description of this machine's device for a benchmark.
 
     Attributes:
         device: the title of the device, such as ``cpu`` or ``simulated npu``.
@@ -57,11 +57,11 @@ class Machine:
         )
 
     def lacks(self, dtype: str) -> bool:
-        """Return True if the CPU lacks instructions for ``bf16`` or ``fp16`` matmuls."""
+        """Return True if the CPU has no instructions for matmuls in ``bf16`` or ``fp16``."""
         return self.is_host and not self.features & (_BF16 if dtype == "bf16" else _FP16)
 
     def notes(self, ranks: int, dtype: str) -> list[str]:
-        """Return notes that help to interpret the table.
+        """Return notes that help readers to interpret the table.
 
         Args:
             ranks: the number of processes per row.

@@ -1,4 +1,4 @@
-"""Measure step times and peak memory of a rank."""
+"""Measure the step times and the peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOK = 0.05  # seconds between two looks at the resident set
 
 @dataclass
 class Meter:
-    """Measure step times and memory of one rank.
+    """Measures the step times and the memory of one rank.
 
     On NPU and CUDA, the memory is the peak of the device's allocator. On a CPU, it is the peak of the
     resident set minus its size before the model was built, so Python and its packages do not count. The peak
@@ -62,7 +62,7 @@ class Meter:
                 threading.Thread(target=self._watch, args=(self.job.memory_limit,), daemon=True).start()
 
     def _watch(self, limit: int) -> None:
-        """Poll the resident set size until it exceeds ``limit``."""
+        """Poll the resident set size of the process until it exceeds ``limit``."""
         while self._grown() <= limit:
             time.sleep(_LOOK)
         if self.exceeded is not None:
@@ -98,12 +98,12 @@ class Meter:
         self._mark, self._processor_mark = now, processor
 
     def peak(self) -> int:
-        """Return the rank's peak memory in bytes."""
+        """Return the peak memory of the rank in bytes."""
         return max(0, devices.current().memory().peak - self._before)
 
 
 def _limit(limit: int) -> None:
-    """Limit this process's memory growth to ``limit`` bytes with RLIMIT_DATA (CPU) or torch's allocator.
+    """Limit the memory growth of this process to ``limit`` bytes with RLIMIT_DATA (CPU) or torch's allocator.
 
     RLIMIT_DATA counts all writable mappings, including the stacks of threads, which explains the allowance.
     """
@@ -126,7 +126,7 @@ def lift_limit() -> None:
 
 
 def _data() -> int:
-    """Return the bytes of this process that count towards RLIMIT_DATA."""
+    """Return how many bytes of this process's memory count towards RLIMIT_DATA."""
     try:
         line = next(
             row for row in _STATUS.read_text(encoding="utf-8").splitlines() if row.startswith("VmData:")

@@ -1,4 +1,4 @@
-"""Convert flags to jobs, with defaults for the device, and find rows that this machine cannot run."""
+"""Convert flags to jobs, with defaults for the device, and find the rows that cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARE = 0.8  # of the available memory of the host
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """Plan of a measurement.
+    """The plan of a measurement.
 
     ``memory_limit`` is the value that the user has given.
 
@@ -41,12 +41,14 @@ class Plan(Setting):
     said: tuple[str, ...] = ()
 
     def job(self, scheme: Scheme) -> Job:
-        """Return the job of a row's ranks, with the memory that each rank may use now."""
+        """Return the job for the ranks of a row, with the amount of memory that each rank may currently
+        use.
+        """
         setting = self.setting() | {"memory_limit": self._limit()}
         return Job(workload=self.suite.workload, scheme=scheme, **setting)
 
     def _limit(self) -> int | None:
-        """Return the memory limit per rank in bytes, or None if only the device limits the memory."""
+        """Return the memory limit of a rank in bytes, or None if only the device limits the memory."""
         if self.memory_limit is not None or not self.machine.is_host:
             return self.memory_limit
         return self._share_of_the_host()
@@ -55,7 +57,7 @@ class Plan(Setting):
         return int(_SHARE * host_memory.available() / self.ranks)
 
     def outcome_beforehand(self, job: Job) -> Outcome | None:
-        """Return the outcome (OOM or NA) of a row if it is known without starting the row."""
+        """Return the outcome of a row (OOM or NA) if it is known without running the row."""
         reason = self._unfit(job.scheme) or _refused(job, self.machine.kind)
         if reason:
             return Outcome(NA, reason)
@@ -90,7 +92,7 @@ class Plan(Setting):
 
 
 def _refused(job: Job, device: str) -> str:
-    """Return the reason why this machine cannot combine a row's switches, or an empty string."""
+    """Return the reason why the switches of a row cannot be combined on this machine, or an empty string."""
     scheme = job.scheme
     place = Place(
         "megatron" if job.workload.startswith("megatron:") else "transformers",
@@ -106,7 +108,7 @@ def _refused(job: Job, device: str) -> str:
 
 
 def plan(args: Namespace, machine: Machine) -> Plan:
-    """Return the plan for the given flags, with defaults filled in.
+    """Return the plan for the given flags, after filling in defaults.
 
     Raises:
         UsageError: a size or batch fits no row, devices are unavailable, or files cannot be written.
@@ -139,7 +141,7 @@ def plan(args: Namespace, machine: Machine) -> Plan:
 
 
 def _model(asked: str | None, suite: Suite, small: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the model's name, and a log line if the model was chosen automatically."""
+    """Return the name of the model, and a log line if the model was chosen automatically."""
     documented = suite.family.documented
     if asked is not None:
         return asked, ()

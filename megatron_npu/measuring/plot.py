@@ -1,4 +1,4 @@
-"""Plot the throughput and memory of each row of a table."""
+"""Plot the throughput and the memory of each row of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron_npu.measuring.schemes import SUITES
 
 
 def draw(table: dict[str, Any], path: Path) -> None:
-    """Write a PNG with samples per second (with deviation) on the left and peak memory on the right.
+    """Write a PNG image with samples per second and their deviation on the left, and peak memory on the
+    right.
 
     Rows without values show their outcome (OOM, NA) instead of a bar.
 

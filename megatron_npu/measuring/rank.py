@@ -1,4 +1,5 @@
-"""Run one rank of a row: python -m megatron_npu.measuring.rank FOLDER, with torchrun's variables.
+"""Run one rank of a row: ``python -m megatron_npu.measuring.rank FOLDER``, with torchrun's environment
+variables.
 
 The process reads ``job.json`` in the folder and writes its measurements, or the reason why it ended, to
 ``rankN.json``. The process ends when its standard input closes, that is, when the process that started it
@@ -34,12 +35,12 @@ OOM, REFUSED, FAILED = "oom", "refused", "failed"
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's result file."""
+    """Return the path of the file with a rank's result."""
     return folder / f"rank{rank}.json"
 
 
 def main(folder: Path) -> int:
-    """Train and measure a rank, and return the exit code."""
+    """Train on this rank, measure it, and return the exit code."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     rank = int(os.environ["RANK"])
     job = Job.from_json((folder / JOB).read_text(encoding="utf-8"))
@@ -107,7 +108,7 @@ def _kind(error: BaseException) -> str:
 
 
 def short_of_memory(text: str) -> bool:
-    """Return True if a message reports that host memory is exhausted.
+    """Return True if an error message says that the host's memory is exhausted.
 
     torch raises a RuntimeError in this case.
     """
@@ -115,7 +116,7 @@ def short_of_memory(text: str) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return a one-line description of an error."""
+    """Return a description of an error on one line."""
     text = str(error).strip().splitlines()
     first = next((line for line in text if line.strip()), "")
     return first if isinstance(error, UsageError) else f"{type(error).__name__}: {first}".rstrip(": ")

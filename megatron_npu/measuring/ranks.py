@@ -1,4 +1,4 @@
-"""Start, monitor and end the processes of one row, and return their ``Outcome``."""
+"""Start, monitor and end the processes that measure one row, and return their ``Outcome``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAIL = 4000  # characters of a rank's own output
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of running a row.
+    """The result of running a row.
 
     Attributes:
         kind: ``measured``, ``OOM``, ``NA`` or ``failed``.
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def run(job: Job, follow: Callable[[int], None]) -> Outcome:
-    """Train a row in separate processes and wait until all of them have ended.
+    """Train a row in separate processes, and wait until all of them have ended.
 
     Args:
         job: the row's job.
@@ -73,7 +73,7 @@ def run(job: Job, follow: Callable[[int], None]) -> Outcome:
 
 @contextlib.contextmanager
 def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the ranks within the block.
+    """Run the ranks of a row inside the ``with`` block.
 
     This process serves their store, so that the port is free.
     """
@@ -157,7 +157,7 @@ def _outcome(job: Job, folder: Path, codes: list[int | None], guard: str | None)
 
 
 def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
-    """Compute the values of a row from the values of the row's ranks, and return them.
+    """Compute the values of a row from the values of its ranks, and return them.
 
     The slowest rank determines the time of a repetition.
     """
@@ -174,7 +174,7 @@ def _measured(job: Job, results: list[dict[str, Any]]) -> Outcome:
 
 
 def _short_of_memory(code: int | None, log: str) -> str:
-    """Describe how a lack of memory ended a rank without a result. Return "" for other causes."""
+    """Describe how a lack of memory ended a rank that has no result. Return "" for other causes."""
     if code == -SIGKILL:
         return "the rank was killed by the system (SIGKILL), which usually means that memory ran out"
     return log.strip().splitlines()[-1] if code == -SIGABRT and rank.short_of_memory(log) else ""
@@ -195,7 +195,7 @@ def _failure(folder: Path, results: list[dict[str, Any] | None], codes: list[int
 
 
 def _said(ended: list[dict[str, Any]]) -> Outcome | None:
-    """Return the outcome reported by ranks: out of memory, or a rejected job.
+    """Return the outcome that the ranks have reported: out of memory, or a rejected job.
 
     Return None for other outcomes.
     """

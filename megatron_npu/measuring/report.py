@@ -1,4 +1,4 @@
-"""Write the measurements made so far as tables, Markdown and JSON."""
+"""Write the measurements made so far as text tables, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LEFT_OUT = "-"
 
 @dataclass
 class Row:
-    """Scheme with its outcome, which is None before it is measured."""
+    """A row of the table, with its outcome or None before it is measured."""
 
     scheme: Scheme
     outcome: Outcome | None = None
 
     @property
     def is_measured(self) -> bool:
-        """True if the row has values."""
+        """True if the row has measured values."""
         return self.outcome is not None and self.outcome.kind == MEASURED
 
     @property
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of samples per second over the repetitions, or 0 with a single
+        """The standard deviation of the samples per second over all repetitions, or 0 for a single
         repetition.
         """
         assert self.outcome is not None
@@ -61,14 +61,14 @@ class Row:
 
     @property
     def peak(self) -> float:
-        """The peak memory of the largest rank in MB."""
+        """The peak memory, in MB, of the rank that uses the most."""
         assert self.outcome is not None
         return max(self.outcome.peaks) / MB
 
 
 @dataclass
 class Report:
-    """Table of results while it is being measured.
+    """A table of results, which grows as its rows are measured.
 
     Attributes:
         plan: what is measured, and where.
@@ -82,11 +82,11 @@ class Report:
 
     @property
     def parameters(self) -> int | None:
-        """The number of parameters of the built model, or None if no model was built."""
+        """The number of parameters of the model that was built, or None if no model was built."""
         return next((row.outcome.parameters for row in self.rows if row.outcome and row.is_measured), None)
 
     def markdown(self) -> str:
-        """Return the heading, the table, the comparison with the document, and the footnotes in Markdown."""
+        """Return the heading, the table, the comparison with the document and the footnotes as Markdown."""
         footnotes = Footnotes()
         tables = [self._table(footnotes), self._comparison(footnotes)]
         notes = [f"- {note}" for note in self.plan.machine.notes(self.plan.ranks, self.plan.mixed_precision)]
@@ -94,7 +94,7 @@ class Report:
         return "\n\n".join(filter(None, [*head, *tables, footnotes.text(), "\n".join(notes)])) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results as JSON-compatible values."""
+        """Return all results as values that JSON can represent."""
         plan = self.plan
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -178,11 +178,11 @@ class Report:
         return self._cut([*others, last + mark, *[word] * 3])
 
     def _cut(self, cells: list[str]) -> list[str]:
-        """Omit the column for CPU time if the model does not run on the CPU."""
+        """Leave out the column for CPU time if the model does not run on the CPU."""
         return cells if self.plan.machine.is_host else cells[:-1]
 
     def _comparison(self, footnotes: Footnotes) -> str:
-        """Return a table of each row's ratios to the first row for which the document has values.
+        """Return a table with the ratios of each row to the first row for which the document gives values.
 
         Each row shows the document's ratios and the measured ratios. If their directions differ, a footnote
         states what cannot be observed on this machine.
@@ -221,7 +221,7 @@ class Report:
         ]
 
     def direction(self, row: Row, base: Row) -> str:
-        """Return True if a row differs from ``base`` in the same direction as in the document."""
+        """Return True if a row differs from ``base`` in the same direction as it does in the document."""
         verdicts = self._verdicts(row, base)
         if not verdicts:
             word = row.scheme.printed.word
@@ -235,7 +235,9 @@ class Report:
         return footnotes.mark(causes.why(self.plan, row.scheme, self._verdicts(row, base)))
 
     def _verdicts(self, row: Row, base: Row) -> dict[str, str]:
-        """Return verdicts on peak memory and throughput where the document has values."""
+        """Return whether peak memory and throughput agree with the document's values, where the document
+        has them.
+        """
         printed, first = row.scheme.printed, base.scheme.printed
         if printed.peak is None or first.peak is None:
             return {}
@@ -251,7 +253,7 @@ SLIGHT = 0.02  # a peak that differs by less has no direction
 
 
 def _same(there: float, here: float, noise: float) -> str:
-    """Return True if the two ratios are on the same side of 1, or if ``here`` is too close to 1 to tell."""
+    """Return True if two ratios are on the same side of 1, or if ``here`` is too close to 1 to tell."""
     if abs(there - 1) <= SLIGHT:
         return AS_THERE if abs(here - 1) <= max(noise, SLIGHT) else f"{_side(here)}, there about the same"
     if abs(here - 1) <= noise:
@@ -270,7 +272,7 @@ def _over(one: float | None, other: float | None) -> str:
 
 
 class Footnotes:
-    """Notes under a table.
+    """The footnotes of a table.
 
     Equal texts share a number.
     """
@@ -279,7 +281,7 @@ class Footnotes:
         self._texts: list[str] = []
 
     def mark(self, text: str) -> str:
-        """Return the mark of a footnote, or an empty string without a text."""
+        """Return the mark for a footnote, or an empty string if there is no text."""
         if not text:
             return ""
         if text not in self._texts:
@@ -287,7 +289,7 @@ class Footnotes:
         return f" [{self._texts.index(text) + 1}]"
 
     def text(self) -> str:
-        """Return all notes as one paragraph, one note per line.
+        """Return all footnotes as one paragraph, with one footnote per line.
 
         In Markdown, two spaces end a line.
         """

@@ -1,4 +1,4 @@
-"""Define the document's four tables: the training of each row, and its published values.
+"""Define the four tables of the document: how each row is trained, and the values published for it.
 
 The document is "Accelerating PyTorch deep-learning training with Rapidformer". The document used 4 GPUs of 32
 GB, and reports samples per second as mean and standard deviation, and peak memory in MB.
@@ -13,7 +13,7 @@ from megatron_npu.measuring.sizes import BERT, GPT, Family
 
 @dataclass(frozen=True)
 class Printed:
-    """Values that the document gives for a row.
+    """The values that the document gives for a row.
 
     Attributes:
         throughput: the mean number of samples per second; if None, see ``word``.
@@ -28,7 +28,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Row of a table.
+    """A row of a table, which describes one way of training.
 
     Attributes:
         cells: its first columns, as printed.
@@ -59,7 +59,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Suite:
-    """Table of the document.
+    """A table of the document.
 
     Attributes:
         name: the value of ``--suite``.

@@ -13,7 +13,7 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(?:x(\d+))?")
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a BERT or GPT model.
+    """The sizes of a BERT or GPT model.
 
     Attributes:
         name: the name as given.
@@ -49,7 +49,7 @@ class Family:
     documented: str
 
     def size(self, text: str, seq_length: int | None = None, vocabulary: int | None = None) -> Size:
-        """Return the size for ``text``, with the given sequence length and vocabulary size.
+        """Return the size that ``text`` names, with the given sequence length and vocabulary size.
 
         Raises:
             Unfit: ``text`` is not a size of this family.
@@ -99,7 +99,9 @@ GPT = Family(
 
 
 def layer_parameters(size: Size) -> int:
-    """Return the number of parameters in all layers: attention, feed-forward and two layer norms each."""
+    """Return the number of parameters of all layers, each with attention, a feed-forward part and two
+    layer norms.
+    """
     return size.layers * (12 * size.hidden**2 + 13 * size.hidden)
 
 

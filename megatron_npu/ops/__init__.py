@@ -1,4 +1,4 @@
-"""Define operations, each with one contract, one reference and one implementation per device.
+"""Define operations, each of which has one contract, one reference and one implementation per device.
 
 ``swap`` replaces parts of a model with these operations.
 """
@@ -15,7 +15,9 @@ __all__ = ["Swapped", "swap"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``swap`` on first access, because the single operations do not need it."""
+    """Import the ``swap`` function on first access, because most users of single operations do not need
+    it.
+    """
     if name in __all__:
         from megatron_npu.ops import swapping
 

@@ -18,7 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Moved:
-    """A tensor that is being copied to the host, is stored on the host, or is being copied back."""
+    """A saved tensor that is being copied to the host, is stored there, or is being copied back to the
+    device.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -75,7 +77,8 @@ class _Group:
         self.moved: list[_Moved] = []
 
     def fetch(self) -> None:
-        """Start copying all tensors back to the device, last saved tensor first.
+        """Start copying all tensors of the group back to the device, starting with the tensor that was saved
+        last.
 
         Later calls have no effect.
         """
@@ -87,8 +90,8 @@ _SAVING = "megatron_npu_saving"  # of a module: the context in which what its fo
 
 
 def saving(module: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that offloads saved tensors while a result of ``module`` is computed outside its
-    forward.
+    """Return a context that offloads saved tensors while code outside the forward method computes results
+    of ``module``.
     """
     context: contextlib.AbstractContextManager[Any] = getattr(module, _SAVING, contextlib.nullcontext)()
     return context
@@ -126,7 +129,7 @@ class Offload:
 
     @contextlib.contextmanager
     def _saving(self, module: torch.nn.Module, name: str, layer: int) -> Iterator[None]:
-        """Offload the tensors that autograd saves within the block."""
+        """Offload the tensors that autograd saves inside the ``with`` block."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -136,7 +139,9 @@ class Offload:
             yield
 
     def _group(self, name: str, layer: int) -> _Group:
-        """Return the offload group of the current forward pass, created by the first module of each layer."""
+        """Return the offload group of the current forward pass, which the first module of each layer
+        creates.
+        """
         last = self.last
         if last is None or last.layer != layer or name in last.modules:
             self.last = last = _Group(layer, last if last is not None and last.layer < layer else None)
@@ -145,7 +150,9 @@ class Offload:
 
     def _pack(self, group: _Group, weights: set[int]) -> Callable[[Tensor], Any]:
         def pack(tensor: Tensor) -> Any:
-            """Offload the tensor, unless it is a weight, a boolean mask, small, or already on the host."""
+            """Offload a tensor unless it is a weight, a boolean mask, too small to be worthwhile, or
+            already on the host.
+            """
             if tensor.numel() < self.smallest or tensor.dtype is torch.bool or tensor.device.type == "cpu":
                 return tensor
             if tensor.untyped_storage().data_ptr() in weights:
@@ -170,7 +177,7 @@ def _unpack(group: _Group) -> Callable[[Any], Tensor]:
 
 
 def _of(device: torch.device) -> Any:
-    """Return ``torch.npu`` or ``torch.cuda``, depending on the device."""
+    """Return the module ``torch.npu`` or ``torch.cuda``, depending on the device type."""
     return getattr(torch, device.type)
 
 

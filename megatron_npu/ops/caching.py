@@ -1,4 +1,4 @@
-"""Cache computed values on their source tensor or object, or by function arguments.
+"""Cache computed values on the tensors or objects that they are computed from, or by function arguments.
 
 Generation runs under ``torch.inference_mode()``, and training in the same process does not. A tensor created
 in that mode can never be saved for backward, and its version does not count writes: nothing is cached on such
@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key: object = ()) -> Value:
-    """Return ``compute()``, cached on the tensor until the tensor is written to.
+    """Return the value of ``compute()``, cached on a tensor until that tensor is modified.
 
     All layers share the value.
 
@@ -46,7 +46,7 @@ def cache_on_tensor(tensor: Tensor, name: str, compute: Callable[[], Value], key
 def cache_on_object(
     owner: object, name: str, sources: Sequence[Tensor | None], compute: Callable[[], Value], key: object = ()
 ) -> Value:
-    """Return a value computed from several tensors, cached on the object that owns the tensors.
+    """Return a value that is computed from several tensors and cached on the object that owns the tensors.
 
     Args:
         owner: an object that accepts new attributes. A copy of it also has the cached value, but other
@@ -71,7 +71,9 @@ def _attribute(name: str) -> str:
 
 
 def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator like ``functools.lru_cache`` for functions whose tensors are used in training."""
+    """Return a decorator like ``functools.lru_cache`` for functions that return tensors for use in
+    training.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.lru_cache(maxsize)
@@ -87,6 +89,8 @@ def lru_cache_tensors(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def usable_in_training() -> Iterator[None]:
-    """Create ordinary tensors without autograd history within the block, even in inference mode."""
+    """Create ordinary tensors, without autograd history, inside the ``with`` block, even in inference
+    mode.
+    """
     with torch.inference_mode(False), torch.no_grad():  # the first switches gradients on
         yield

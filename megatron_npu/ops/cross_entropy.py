@@ -26,7 +26,8 @@ def vocab_parallel_cross_entropy(
     group: dist.ProcessGroup | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return ``logsumexp(logits) - logits[target]`` per token, over a partitioned vocabulary.
+    """Return ``logsumexp(logits) - logits[target]`` for each token, with a vocabulary that is partitioned
+    across ranks.
 
     Args:
         logits: ``[..., v]``, this rank's part of the vocabulary; fp32, bf16 or fp16. **Backward overwrites it
@@ -79,7 +80,7 @@ _plain_cross_entropy = Operation("cross_entropy", _plain_reference)
 
 
 class _PlainCrossEntropy(torch.autograd.Function):
-    """Cross-entropy that skips rows without a target on a CPU.
+    """Cross-entropy that, on a CPU, skips rows whose target is ignored.
 
     On other devices, skipping rows would block the host.
     """
@@ -126,13 +127,13 @@ class _PlainCrossEntropy(torch.autograd.Function):
 
 
 def _by_kernel(operation: str, logits: Tensor) -> bool:
-    """Return True if our Triton kernel computes the loss on a GPU."""
+    """Return True if our Triton kernel should compute the loss on a GPU."""
     beyond = None if logits.dim() and logits.size(-1) else "the logits are empty"
     return logits.is_cuda and takes_kernel(operation, logits, beyond=beyond)
 
 
 def _rows_apart(flat: Tensor) -> Tensor:
-    """Return ``[rows, v]`` with contiguous rows that do not overlap in memory."""
+    """Return logits ``[rows, v]`` as a tensor with contiguous rows that do not overlap in memory."""
     return flat if flat.stride(1) == 1 and not overlaps(flat) else flat.contiguous()
 
 
@@ -145,7 +146,7 @@ def _precise_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
-    """Return True if ignored rows are skipped.
+    """Return True if so many targets are ignored that skipping their rows saves time.
 
     This happens only on a CPU, because counting the rows blocks the host.
     """
@@ -153,7 +154,7 @@ def _few_have_a_target(flat: Tensor, ignored: Tensor) -> bool:
 
 
 def _tiles_with_target(flat: Tensor, ignored: Tensor) -> Iterator[slice | Tensor]:
-    """Yield tiles of the rows of ``[rows, v]``.
+    """Yield tiles that cover the rows of logits ``[rows, v]``.
 
     If few rows have a target, yield only the indices of these rows.
     """
@@ -174,7 +175,9 @@ _plain_cross_entropy.on("cuda", note="one Triton kernel per direction⁶, else t
 
 
 def _local_ids(target: Tensor, vocab_start: int, part: int) -> tuple[Tensor, Tensor]:
-    """Return ids relative to this rank's part (0 for other ranks' ids), and a mask of other ranks' ids."""
+    """Return token ids relative to this rank's part of the vocabulary, and a mask of the ids outside this
+    part.
+    """
     local = target - vocab_start
     elsewhere = (local < 0) | (local >= part)
     return local.masked_fill(elsewhere, 0), elsewhere
@@ -208,7 +211,7 @@ def reference(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the ranks whose backward pass returns the sum's gradient for each summand.
+    """Sum over ranks, with a backward pass that returns the gradient of the sum unchanged.
 
     Every rank computes the same loss from the sum.
     """
@@ -228,7 +231,9 @@ _cross_entropy = Operation("vocab_parallel_cross_entropy", reference, group="cro
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """Return the fp32 log-sum-exp ``[rows]`` of ``[rows, v]``, without a second buffer of that size."""
+    """Return the fp32 log-sum-exp ``[rows]`` of logits ``[rows, v]`` without allocating a second buffer
+    of that size.
+    """
     result = torch.empty(logits.size(0), dtype=torch.float32, device=logits.device)
     for rows in whole_row_slices(logits.size(0), logits.size(1), logits.device):
         torch.logsumexp(logits[rows].float(), dim=-1, out=result[rows])
@@ -236,7 +241,9 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Compute ``vocab_parallel_cross_entropy`` for upstreams whose own autograd function is patched."""
+    """Implement ``vocab_parallel_cross_entropy`` for upstream versions in which the autograd function
+    itself is patched.
+    """
 
     @staticmethod
     def forward(
@@ -317,7 +324,7 @@ class CrossEntropy(torch.autograd.Function):
 def reduce_over_ranks(
     normalizer: Tensor, predicted: Tensor, group: dist.ProcessGroup | None, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """Combine the ranks' partial results over the vocabulary with two collectives over ``[tokens]``.
+    """Combine the ranks' partial results over the vocabulary with two collectives on tensors ``[tokens]``.
 
     Args:
         normalizer: log-sum-exp of this rank's part.

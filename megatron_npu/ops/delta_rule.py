@@ -1,4 +1,4 @@
-"""Compute the gated delta rule of linear attention, whose decaying state is corrected for each key.
+"""Compute the gated delta rule of linear attention, in which a decaying state is corrected at each key.
 
 The rule is implemented in plain torch on every device, with matrix products over chunks in place of a loop
 over the sequence.
@@ -17,7 +17,8 @@ from megatron_npu.ops.state_space import sums_between
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int = 64
 ) -> Tensor:
-    """Return o of ``S_t = S' + beta_t k_t (v_t - S'ᵀ k_t)ᵀ``, ``S' = exp(log_decay_t) S_(t-1)``, from S = 0.
+    """Return the outputs of ``S_t = S' + beta_t k_t (v_t - S'ᵀ k_t)ᵀ``, where ``S' = exp(log_decay_t)
+    S_(t-1)`` and S_0 = 0.
 
     ``o_t = scale S_tᵀ q_t``.
 
@@ -54,7 +55,7 @@ def gated_delta_rule(
 def _by_steps(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float, chunk: int
 ) -> Tensor:
-    """Compute the gated delta rule step by step, as in its definition."""
+    """Compute the gated delta rule one step at a time, as in its definition."""
     kind = torch.promote_types(q.dtype, torch.float32)
     queries, keys, values, decay, share = (part.to(kind) for part in (q, k, v, log_decay.exp(), beta))
     state = values.new_zeros(q.size(0), q.size(2), q.size(3), v.size(3))
@@ -105,7 +106,7 @@ def _by_chunks(
 
 
 def _inverse_of_unit_lower(lower: Tensor) -> Tensor:
-    """Return ``(1 + lower)⁻¹`` of ``[..., n, n]``.
+    """Return the inverses of the unit lower triangular matrices ``1 + lower``, ``[..., n, n]``.
 
     n is a power of two, and ``lower`` is strictly lower triangular.
 

@@ -1,4 +1,4 @@
-"""Select the implementation of an operation.
+"""Select the implementation of an operation for the current device.
 
 Each operation has one contract, one reference, and one implementation per device.
 """
@@ -33,7 +33,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unsupported(NamedTuple):
-    """The plan for a call that the device's implementation does not support."""
+    """The result of planning a call that the device's implementation does not support, with the reason."""
 
     reason: str
 
@@ -66,7 +66,7 @@ OPERATIONS: list[Operation] = []
 
 
 class Operation:
-    """An operation: its name, its plain-torch reference and its implementations for devices.
+    """An operation with its name, its plain-torch reference and its implementations for devices.
 
     A call runs the implementation for this process's device, which is bound at the first call. If that
     implementation does not support the call (``supports`` returns a reason, or ``plan`` an ``Unsupported``),
@@ -145,7 +145,7 @@ class Operation:
         return register
 
     def bind(self, device: str) -> None:
-        """Start to use the implementation of ``device``.
+        """Select the implementation for ``device`` for all later calls.
 
         If a device has no implementation, the reference is used, which is logged as a fallback.
 
@@ -166,7 +166,7 @@ class Operation:
         self._bound = function if supports is None else functools.partial(self._guarded, function, supports)
 
     def unbind(self) -> None:
-        """Select the implementation again at the next call."""
+        """Forget the selected implementation, so that the next call selects one again."""
         self._bound = self._bind_and_call
 
     def _guarded(self, function: Implementation, supports: Supports, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def report_fallback(operation: str, reason: str, does: str = "falls back", remed
 
 
 def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = None) -> bool:
-    """Return True if one of our Triton kernels computes a call on a GPU.
+    """Return True if one of our Triton kernels should compute a call on a GPU.
 
     Otherwise torch's kernels compute it.
 
@@ -257,12 +257,12 @@ def takes_kernel(operation: str, *tensors: Tensor | None, beyond: str | None = N
 
 
 def without_kernels() -> str | None:
-    """Return the reason why none of our Triton kernels runs on a GPU, or None if they run."""
+    """Return the reason why our Triton kernels cannot run on a GPU, or None if they can run."""
     return triton.not_to_be_expected()
 
 
 def note_slower(operation: str, reason: str, does: str) -> None:
-    """Count the use of a slower implementation, and log the reason once.
+    """Count a call that uses a slower implementation, and log the reason once.
 
     Strict mode allows this.
     """
@@ -273,7 +273,7 @@ def note_slower(operation: str, reason: str, does: str) -> None:
 
 
 def unsupported_dtype(kernel: str, dtype: torch.dtype) -> str | None:
-    """Return the reason why ``kernel`` does not support ``dtype``, or None.
+    """Return the reason why ``kernel`` does not support ``dtype``, or None if it does.
 
     Operations call this in ``supports``.
     """

@@ -49,7 +49,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float,
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
-    """Return ``x`` with dropout applied.
+    """Return ``x`` after dropout.
 
     The arguments and errors are those of ``bias_dropout_add``.
 
@@ -62,7 +62,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_in_a_graph(x: Tensor, p: float, training: bool) -> Tensor:
-    """Compute ``dropout`` on a CPU under torch.compile.
+    """Compute ``dropout`` on a CPU in a graph that torch.compile traces.
 
     Only drawing the mask is a separate node, so that the rest can be fused.
 
@@ -89,7 +89,8 @@ def keep_mask_bits(
     keep: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return a random CPU mask that is 1 with probability ``keep / KEEP_LEVELS`` and 0 otherwise.
+    """Return a random mask on the CPU whose elements are 1 with probability ``keep / KEEP_LEVELS`` and 0
+    otherwise.
 
     Each 64-bit draw gives four decisions, which is four times as fast as torch's ``bernoulli_``.
 
@@ -106,7 +107,7 @@ def keep_mask_bits(
 
 
 def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | None = None) -> Tensor:
-    """Return the mask of ``keep_mask_bits`` from random bits that are already drawn.
+    """Convert random bits that were drawn earlier to the mask that ``keep_mask_bits`` would return.
 
     One int64 provides the bits of four values.
     """
@@ -115,7 +116,7 @@ def keep_of_bits(bits: Tensor, shape: tuple[int, ...], keep: int, out: Tensor | 
 
 
 def most_of_kept(keep: int) -> int:
-    """Return the dropout threshold.
+    """Return the largest random int16 for which dropout keeps a value.
 
     A value is kept if its 16 random bits, read as an int16, do not exceed it.
     """
@@ -123,7 +124,7 @@ def most_of_kept(keep: int) -> int:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return True if the fused operation is useful even with p = 0.
+    """Return True if ``x`` is on a GPU, where the fused operation is useful even for p = 0.
 
     On a GPU, one kernel adds bias and residual.
     """
@@ -135,7 +136,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _composed(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Compute bias, dropout and residual in separate steps.
+    """Add the bias, apply dropout and add the residual in separate steps.
 
     torch's dropout saves a byte per value, torch_npu's a bit.
     """
@@ -176,7 +177,7 @@ def _dropout_cpu(x: Tensor, p: float) -> Tensor:
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Dropout on a CPU without bias and residual; see ``_CpuBiasDropoutAdd``."""
+    """Apply dropout on a CPU without bias and residual; see ``_CpuBiasDropoutAdd``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
@@ -229,7 +230,7 @@ def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 @_bias_dropout_add.on("cpu", note="tiles, 16 random bits per value²")
 def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """Compute the operation on a CPU, with 1 - p rounded to a multiple of 2^-16.
+    """Compute ``bias_dropout_add`` on a CPU, with 1 - p rounded to a multiple of 2^-16.
 
     The scale uses the rounded value, so that the result is unbiased.
     """
@@ -241,7 +242,8 @@ def _cpu(x: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
 
 
 class _CpuBiasDropoutAdd(torch.autograd.Function):
-    """Compute bias, dropout and addition in cache-sized tiles, with a mask from ``keep_mask_bits``.
+    """Add the bias, apply dropout and add the residual in cache-sized tiles, with a mask from
+    ``keep_mask_bits``.
 
     Otherwise, Megatron spends most of the time of this step in torch's ``bernoulli_``, which draws 64 bits or
     more for each value, one value at a time.
@@ -291,7 +293,7 @@ class _CpuBiasDropoutAdd(torch.autograd.Function):
 
 
 def _step(width: int) -> int:
-    """Return the number of rows in a tile, a multiple of 4, so that tiles do not share random draws.
+    """Return the number of rows in a tile, a multiple of 4, so that two tiles never share a random draw.
 
     The mask therefore does not depend on the tile size, which grows with the number of threads.
     """

@@ -1,4 +1,4 @@
-"""Compute word embeddings whose table may be partitioned by vocabulary over tensor-parallel ranks."""
+"""Look up word embeddings in a table that may be partitioned by vocabulary over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vocab_parallel_embedding(
     split: bool = True,
     keep_rows: KeepRows | None = None,
 ) -> Tensor:
-    """Return this rank's part of the embedding.
+    """Return this rank's part of the embedding of the given ids.
 
     Tokens in other ranks' parts get zeros.
 
@@ -48,7 +48,8 @@ def vocab_parallel_embedding(
 
 
 def _masked(ids: Tensor, start: int, end: int, split: bool) -> tuple[Tensor, Tensor | None]:
-    """Return row numbers in this rank's part of the table, and a mask of the ids outside it.
+    """Return row numbers of the given ids in this rank's part of the table, and a mask of the ids outside
+    this part.
 
     The mask is None if there are no such ids.
     """
@@ -103,7 +104,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _sum_in_fp32(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
-    """Sum gradients ``[..., h]`` by table row into ``[table_rows, h]``.
+    """Sum the gradients ``[..., h]`` by table row in fp32, into ``[table_rows, h]``.
 
     Only rows that occur are summed in fp32.
     """

@@ -1,4 +1,4 @@
-"""Compute exponentials of large tensors faster than torch."""
+"""Compute exponentials of large tensors faster than torch does."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 
 def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return ``scale x H`` for Sylvester's matrix ``H``: ``H_1 = [1]``, ``H_2n = [[H_n, H_n], [H_n, -H_n]]``.
+    """Multiply ``x`` by ``scale`` and by Sylvester's Hadamard matrix ``H``: ``H_1 = [1]``, ``H_2n = [[H_n,
+    H_n], [H_n, -H_n]]``.
 
     This is one matmul on every device: rows are the channels of a head, typically 128.
 
@@ -30,7 +31,7 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
 @lru_cache_tensors(maxsize=8)
 def _matrix(doublings: int, device: torch.device) -> Tensor:
-    """Return the fp32 matrix ``H`` with ``2 ** doublings`` rows."""
+    """Return Sylvester's Hadamard matrix in fp32, with ``2 ** doublings`` rows."""
     result = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     for _ in range(doublings):
         result = torch.cat([torch.cat([result, result], 1), torch.cat([result, -result], 1)], 0)

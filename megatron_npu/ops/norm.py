@@ -1,4 +1,4 @@
-"""Compute layer norm and RMS norm over the last dimension, with statistics in fp32."""
+"""Compute layer norm and RMS norm over the last dimension, with fp32 statistics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def norm_of_residual(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Return the norm at the start of a Megatron layer: layer norm with a bias, RMS norm without one.
+    """Compute the norm at the start of a Megatron layer: layer norm if there is a bias, otherwise RMS norm.
 
     For an fp32 residual (``--fp32-residual-connection``) the result has the weight's 16-bit dtype, which the
     next matmul expects. The arguments are those of ``layer_norm``.
@@ -89,7 +89,7 @@ def mixed_norm(
     zero_centered_gamma: bool = False,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Compute ``layer_norm`` with a result in the weight's dtype, as apex's mixed-precision kernels do."""
+    """Compute ``layer_norm``, and return it in the weight's dtype, as apex's mixed-precision kernels do."""
     scale, shift = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     result = norm_of_residual(input, scale, shift, eps, zero_centered_gamma, memory_efficient)
     return result.to(weight.dtype)
@@ -158,7 +158,7 @@ def _rms_norm_cuda(input: Tensor, weight: Tensor, eps: float, zero_centered: boo
 
 
 def beyond_kernel(input: Tensor, weight: Tensor) -> str | None:
-    """Return the reason why our Triton norm kernel does not support these tensors, or None."""
+    """Return the reason why our Triton norm kernel does not support the given tensors, or None if it does."""
     if weight.shape != input.shape[-1:]:
         return f"the weight {tuple(weight.shape)} does not match the last dimension of {tuple(input.shape)}"
     if input.size(-1) > triton_norm.WIDEST:
@@ -249,7 +249,7 @@ class _CpuNorm(torch.autograd.Function):
 def _norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor, rstd: Tensor, factor: Tensor, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, factor and bias from torch's layer-norm kernel.
+    """Compute the gradients of input, factor and bias with torch's layer-norm kernel.
 
     All tensors have the same dtype.
     """
@@ -265,7 +265,7 @@ def _norm_backward(
 
 
 def _rms_forward(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of ``[n, h]``, and the inverse of the root mean square, ``[n, 1]``."""
+    """Return the RMS norm of a tensor ``[n, h]``, and the inverse of its root mean square, ``[n, 1]``."""
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     rstd = torch.empty((x.size(0), 1), dtype=factor.dtype, device=x.device)
     for rows in row_slices(*x.shape):

@@ -1,4 +1,4 @@
-"""Fuse layer norm or RMS norm with a residual addition, and return both the sum and its norm."""
+"""Add a residual, compute the layer norm or RMS norm of the sum, and return both the sum and its norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def add_layer_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer norm of ``residual + dropout(x + shift)``, and that sum; see ``norm.layer_norm``.
+    """Return the layer norm of ``residual + dropout(x + shift)``, and the sum itself; see
+    ``norm.layer_norm``.
 
     Args:
         x: ``[..., h]``, fp32, bf16 or fp16.
@@ -64,7 +65,7 @@ def add_rms_norm(
     shift: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of a residual sum, and the sum.
+    """Return the RMS norm of ``residual + dropout(x + shift)``, and the sum itself.
 
     The arguments are those of ``add_layer_norm``.
     """
@@ -72,14 +73,12 @@ def add_rms_norm(
 
 
 def hand_on(total: Tensor, reader: Any, result: Tensor) -> None:
-    """Store the result that the norm ``reader`` would compute from ``total``, so that the norm can
-    fetch it.
-    """
+    """Store a precomputed norm on the tensor ``total``, from which the module ``reader`` can fetch it."""
     setattr(total, _RESULT, (reader, result))
 
 
 def result_of(reader: Any, input: Tensor) -> Tensor | None:
-    """Return and remove the result stored for the norm ``reader`` and ``input``.
+    """Return and remove the norm that is stored on ``input`` for the module ``reader``.
 
     The result is returned only once to free its memory.
     """
@@ -212,7 +211,8 @@ def _add_rms_norm_npu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Compute ``npu_add_layer_norm``, saving only the sum.
+    """Compute layer norm of a residual sum with ``npu_add_layer_norm``, saving only the sum for the backward
+    pass.
 
     The kernel's own backward pass requires both summands.
 
@@ -256,7 +256,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Compute ``npu_add_rms_norm`` with the gradient of ``npu_rms_norm``.
+    """Compute RMS norm of a residual sum with ``npu_add_rms_norm``, and its gradient as for ``npu_rms_norm``.
 
     torch_npu has no gradient for the fused kernel.
     """
@@ -293,7 +293,8 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _handed_on(ctx: Any, *grads: Tensor) -> list[Tensor | None]:
-    """Return the gradients in their parameters' dtypes, with None for gradients that ``keep`` accepts.
+    """Return the gradients in the dtypes of their parameters, with None for each gradient that ``keep``
+    accepts.
 
     ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
     are moved.

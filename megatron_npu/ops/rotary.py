@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), half and interleaved."""
+"""Compute rotary position embedding (Su et al. 2021), in the half and interleaved forms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.ops.triton.rotary import Rotary
 
 
 def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: float = 1.0) -> Tensor:
-    """Return ``input`` with pairs of its last dimension rotated by ``angles``.
+    """Rotate pairs of elements in the last dimension of ``input`` by ``angles``.
 
     Args:
         input: ``[s, b, n, d]``, fp32, bf16 or fp16 (packed sequences: ``[t, 1, n, d]``).
@@ -40,7 +40,7 @@ def rotary(input: Tensor, angles: Tensor, interleaved: bool = False, scale: floa
 
 
 def rotary_by_tables(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply ``rotary`` with precomputed tables, which Transformers passes to its layers.
+    """Apply rotary embedding with precomputed tables of cosines and sines, as in Transformers' layers.
 
     Args:
         input: ``[s, b, n, d]`` or ``[b, s, n, d]``.
@@ -80,7 +80,7 @@ _rotary = Operation("rotary", _reference)
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotary embedding that saves only the tables.
+    """Rotary embedding that saves only its tables for the backward pass.
 
     The backward pass rotates the gradient by the negative angles.
     """
@@ -106,7 +106,7 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _turn(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forth: bool) -> Tensor:
-    """Rotate the pairs, or rotate them back, by combining each element with the sine of its partner."""
+    """Rotate pairs of elements forward or backward, given the cosine and the sine for each element."""
     size = cosine.size(-1)
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     whole = input.device.type != "cpu" or cosine.size(0) != input.size(0)
@@ -163,9 +163,7 @@ def _beyond_npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) 
 
 
 def _beyond_tables_of_batches(input: Tensor, cosine: Tensor, interleaved: bool) -> str | None:
-    """Return the reason why batch-first tables ``[b or 1, s, 1, d]`` are not supported, or None if they
-    are.
-    """
+    """Return the reason why tables ``[b or 1, s, 1, d]`` are not supported, or None if they are."""
     if cosine.shape[:3] not in ((1, input.size(1), 1), (*input.shape[:2], 1)):
         return (
             "npu_rotary_mul supports only tables of shape [s, 1, 1, d] or [b, s, 1, d], but got "
@@ -201,7 +199,7 @@ def _npu(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tens
 
 
 def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a table in the input's dtype.
+    """Return a table converted to the dtype of the input.
 
     The result is cached with the table, because every layer uses it.
     """

@@ -1,4 +1,6 @@
-"""Compute scale, mask and softmax of attention scores: Megatron's FusedScaleMaskSoftmax in plain torch."""
+"""Scale and mask attention scores and compute their softmax, like Megatron's FusedScaleMaskSoftmax, in
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MASKED = -10000.0  # what megatron's attention_mask_func writes; a fully masked 
 
 
 def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None, causal: bool) -> Tensor:
-    """Return ``softmax(scores * scale)``.
+    """Return ``softmax(scores * scale)``, leaving out masked scores.
 
     Masked scores are set to -10000, as in upstream.
 
@@ -36,7 +38,7 @@ def scale_mask_softmax(scores: Tensor, mask: Tensor | None, scale: float | None,
 
 @lru_cache_tensors(maxsize=4)  # the same shape comes back at every layer of every step
 def future_keys(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return ``[1, 1, queries, keys]``, which is True where the key is later than the query."""
+    """Return a mask ``[1, 1, queries, keys]`` that is True where the key is later than the query."""
     return torch.ones((1, 1, queries, keys), dtype=torch.bool, device=device).triu_(1)
 
 
@@ -59,7 +61,8 @@ _scale_mask_softmax = Operation("scale_mask_softmax", _reference, group="softmax
 
 
 class _ScaleMaskSoftmax(torch.autograd.Function):
-    """Softmax that saves only probabilities in the scores' dtype.
+    """Compute a masked softmax that saves only the probabilities, in the dtype of the scores, for the
+    backward pass.
 
     Autograd would also save them in fp32.
     """
@@ -95,7 +98,7 @@ def _future_shift(scores: Tensor) -> Tensor:
 
 @lru_cache_tensors(maxsize=2)  # 64 MiB each at 4,096 tokens
 def _shift(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``[1, 1, queries, keys]``, which is -inf where the key is later than the query and 0
+    """Return a mask ``[1, 1, queries, keys]`` that is -inf where the key is later than the query, and 0
     elsewhere.
     """
     return torch.full((1, 1, queries, keys), float("-inf"), dtype=dtype, device=device).triu_(1)

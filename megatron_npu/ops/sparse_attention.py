@@ -1,4 +1,4 @@
-"""Compute DeepSeek's sparse attention over latents.
+"""Compute DeepSeek's sparse attention over latent keys and values.
 
 Each query attends to the keys that an indexer selects.
 

@@ -1,4 +1,4 @@
-"""Compute Mamba-2 state-space layers: the selective scan, and the short causal convolution before it.
+"""Compute Mamba-2 state-space layers: the selective scan and the short causal convolution that precedes it.
 
 The scan is implemented in plain torch on every device, with matrix products over chunks in place of a loop
 over the sequence.
@@ -14,7 +14,8 @@ from megatron_npu.ops.dispatch import Make, Operation
 
 
 def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int = 256) -> Tensor:
-    """Return y of ``h_t = exp(dt_t decay) h_(t-1) + dt_t b_t x_tᵀ`` and ``y_t = c_tᵀ h_t``, from h = 0.
+    """Return the outputs of ``h_t = exp(dt_t decay) h_(t-1) + dt_t b_t x_tᵀ``, ``y_t = c_tᵀ h_t`` with h_0 =
+    0.
 
     Args:
         x: ``[batch, s, heads, p]``, fp32, bf16 or fp16.
@@ -46,7 +47,8 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
 
 
 def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``silu(bias + sum of weight[:, k] * input_(t - w + 1 + k))``, channel by channel.
+    """Return ``silu(bias + sum of weight[:, k] * input_(t - w + 1 + k))``, computed for each channel
+    separately.
 
     Args:
         input: ``[batch, s, d]``; values before the first step are 0.
@@ -68,7 +70,8 @@ def causal_convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def sums_between(logs: Tensor) -> Tensor:
-    """Return the sums of ``[..., l]`` over the steps after s up to l, ``[..., l, s]``.
+    """Return ``[..., l, s]``, the sums of a tensor ``[..., l]`` over the steps after s, up to and including
+    l.
 
     The sums are -inf if s is later than l.
 
@@ -81,7 +84,7 @@ def sums_between(logs: Tensor) -> Tensor:
 
 
 def _by_steps(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """Compute the selective scan step by step, as in its definition."""
+    """Compute the selective scan one step at a time, as in its definition."""
     values, dt = x.to(torch.promote_types(x.dtype, torch.float32)), dt.to(decay.dtype)
     heads = x.size(2) // b.size(2)
     b, c = (part.to(values.dtype).repeat_interleave(heads, dim=2) for part in (b, c))

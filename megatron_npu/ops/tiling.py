@@ -1,4 +1,4 @@
-"""Choose row tiles that fit in a core's cache, for chains of element-wise operations on a CPU."""
+"""Choose tiles of rows that fit in a core's cache, for chains of elementwise operations on a CPU."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WHOLE_ROWS_BYTES, _TIMES_OFF_CPU = 1 << 20, 32
 
 
 def rows_per_tile(width: int) -> int:
-    """Return the number of rows of ``width`` values that amount to one tile per thread."""
+    """Return the number of rows, each of ``width`` values, that make up one tile for each thread."""
     return max(1, _TILE_BYTES * torch.get_num_threads() // (4 * max(width, 1)))
 
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices of one tile each that cover ``rows`` rows of ``width`` values."""
+    """Yield slices of one tile each that together cover ``rows`` rows of ``width`` values."""
     return _slices(rows, rows_per_tile(width))
 
 
 def whole_row_slices(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices as ``row_slices`` does, but for reductions of long rows.
+    """Yield slices of rows, as ``row_slices`` does, for operations that reduce long rows.
 
     All threads get the same number of rows.
     """
@@ -42,7 +42,7 @@ def _slices(rows: int, step: int) -> Iterator[slice]:
 
 
 def scratch_buffers(count: int, like: Tensor, dtype: torch.dtype, step: int) -> list[Tensor]:
-    """Return ``count`` buffers for one tile of ``like``.
+    """Return ``count`` scratch buffers, each for one tile of the tensor ``like``.
 
     A tile has ``step`` rows.
     """

@@ -1,4 +1,5 @@
-"""Implement verify mode, which compares each operation with its reference, forward and backward, per layer.
+"""Implement verify mode, which compares the operations in every layer with their references, forward and
+backward.
 
 ``MEGATRON_NPU_VERIFY=attention,norm`` (or ``all``) compares the named operations at every call. An error is
 the largest difference divided by the largest value of the reference, which is computed in fp32. Errors that
@@ -40,7 +41,7 @@ Implementation = Callable[..., Any]
 
 @dataclass
 class Finding:
-    """Accumulated comparison results for one output of an operation in one layer."""
+    """Accumulated results of comparing one output of an operation with its reference in one layer."""
 
     largest: float = 0.0
     calls: int = 0
@@ -65,7 +66,7 @@ def with_reference(
     draws: Callable[..., bool] | None = None,
     rounds_within: bool = False,
 ) -> Implementation:
-    """Return ``function``, changed to run ``reference`` after each call and compare.
+    """Return ``function``, wrapped so that each call also runs ``reference`` and compares the results.
 
     The results do not change.
 
@@ -91,8 +92,8 @@ def with_reference(
 
 
 class _Call:
-    """A call under verification: its arguments, a hook on each gradient, and fp32 copies for the
-    reference.
+    """A call under verification: its arguments, a hook on each gradient, and fp32 copies of tensors for
+    the reference.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class _Call:
         self.reference_kwargs = {key: _exchange(value, copies) for key, value in kwargs.items()}
 
     def _take(self, value: Any, label: str) -> Any:
-        """Record and copy the float tensors of an argument.
+        """Record and copy the floating-point tensors in an argument.
 
         Return the argument with views that accept hooks.
         """
@@ -209,19 +210,19 @@ def _is_float(value: Any) -> bool:
 
 
 def _exchange(value: Any, copies: Any) -> Any:
-    """Replace the float tensors of an argument with copies, in the same order as ``_Call._take``."""
+    """Replace the floating-point tensors in an argument with copies, in the same order as ``_Call._take``."""
     if isinstance(value, (list, tuple)) and any(map(_is_float, value)):
         return _like(value, [_exchange(v, copies) for v in value])
     return next(copies) if _is_float(value) else value
 
 
 def _like(sequence: Any, items: list[Any]) -> Any:
-    """Return ``items`` as the same type as ``sequence``: a list, a tuple or a named tuple."""
+    """Return ``items`` as a sequence of the same type as ``sequence``: a list, a tuple or a named tuple."""
     return sequence._make(items) if hasattr(sequence, "_make") else type(sequence)(items)
 
 
 def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference relative to the largest value of ``right``, or to ``floor`` if it is
+    """Return the largest difference, divided by the largest value of ``right`` or by ``floor``, whichever is
     larger.
 
     The result is inf where only one of the two values is nan.
@@ -239,7 +240,7 @@ def relative_error(ours: Tensor, right: Tensor, floor: float = 0.0) -> float:
 
 
 def summary() -> str:
-    """Return one line per operation, with the largest error and the layer in which it occurred."""
+    """Return one line per operation, with its largest error and the layer in which this error occurred."""
     lines = []
     for name in sorted({key[0] for key in findings}):
         rows = {key: found for key, found in findings.items() if key[0] == name}
@@ -258,12 +259,12 @@ def summary() -> str:
 
 @functools.cache
 def _at_exit() -> None:
-    """Print the summary when the process ends."""
+    """Print the summary of the verification when the process ends."""
     atexit.register(lambda: print(summary(), flush=True))
 
 
 class _Stack(threading.local):
-    """Stack of modules whose forward is running, outermost first.
+    """The stack of modules whose forward is running, outermost first.
 
     Each backward thread has its own stack.
     """
@@ -277,7 +278,7 @@ _names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDiction
 
 
 def current_layer() -> str:
-    """Return the path, from the outermost module, of the module whose forward is running."""
+    """Return the path, from the outermost module, of the module whose forward is currently running."""
     if not _running.modules:
         return "(outside any module)"
     return _names.get(_running.modules[-1]) or type(_running.modules[-1]).__name__
@@ -298,14 +299,14 @@ def _leave(module: torch.nn.Module, _: Any, output: Any) -> None:
 
 
 class _BadOutput:
-    """The first module whose output was not finite since the last call of ``forget_bad_output``, if any."""
+    """Records the first module with a non-finite output since the last call of ``forget_bad_output``."""
 
     def __init__(self) -> None:
         self.where: str | None = None
         self._told = False
 
     def note(self, module: torch.nn.Module) -> None:
-        """Record a module whose output is not finite, and log the first one of the process."""
+        """Record a module whose output is not finite, and log the first such module of the process."""
         path = _WRAPPERS.sub("", _names.get(module, "")) or "the model"
         self.where = f"{path} ({type(module).__name__})"
         if not self._told:
@@ -324,7 +325,7 @@ def first_bad_output() -> str | None:
 
 
 def forget_bad_output() -> None:
-    """Forget the recorded module at the start of each step."""
+    """Forget the recorded module, at the start of each step."""
     _bad_output.where = None
 
 
@@ -336,7 +337,7 @@ def _is_finite(value: Any) -> bool:
 
 @functools.cache
 def follow_modules() -> None:
-    """Track running modules for ``current_layer`` with hooks on every module, only in verify mode."""
+    """Track which module is running, for ``current_layer``, with hooks on every module in verify mode."""
     torch.nn.modules.module.register_module_forward_pre_hook(_enter)
     torch.nn.modules.module.register_module_forward_hook(_leave, always_call=True)
 

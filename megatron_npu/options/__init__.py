@@ -1,1 +1,1 @@
-"""Define flags that several commands share, with one file per feature."""
+"""Define the flags that several commands share, with one file for each feature."""

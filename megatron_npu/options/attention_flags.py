@@ -1,4 +1,4 @@
-"""Define the attention flags that this package adds to Megatron, and the class that stores their values.
+"""Define the attention flags that this package adds to Megatron, and a class that stores their values.
 
 A flag is declared once, as a field of ``AttentionFlags``, and then exists in every command and script. The
 object is passed from the command line through the layers to each call of ``ops.attention``, where a device's
@@ -27,7 +27,7 @@ def _flag(*spellings: str, default: Any = None, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """Values of the attention flags. ``AttentionFlags()`` has the defaults.
+    """The values of the attention flags. ``AttentionFlags()`` has the defaults.
 
     Attributes:
         pre_tokens: query i attends to key j only if j >= i - pre_tokens. None means no limit.
@@ -60,14 +60,14 @@ class AttentionFlags:
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The window of a query: the number of keys before and after its position.
+        """The attention window: how many keys before and after its own position a query attends to.
 
         None means no limit.
         """
         return self.pre_tokens, self.next_tokens
 
     def with_window(self, before: int | None, after: int | None) -> AttentionFlags:
-        """Return a copy of the flags with a different window."""
+        """Return a copy of the flags with another window."""
         return replace(self, pre_tokens=before, next_tokens=after)
 
     def without_window(self) -> AttentionFlags:
@@ -76,17 +76,17 @@ class AttentionFlags:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the flags' names in a namespace of parsed arguments."""
+        """Return the names that the flags have in a namespace of parsed arguments."""
         return tuple(each.name for each in fields(cls))
 
     @classmethod
     def spellings(cls) -> tuple[str, ...]:
-        """Return the primary command-line name of each flag."""
+        """Return the primary name of each flag on the command line."""
         return tuple(each.metadata["spellings"][0] for each in fields(cls))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> AttentionFlags:
-        """Return the values from a namespace.
+        """Read the values of the flags from a namespace of parsed arguments.
 
         A flag that is missing in the namespace keeps its default.
         """
@@ -97,7 +97,7 @@ DEFAULTS = AttentionFlags()
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the attention flags to a parser in a separate group."""
+    """Add the attention flags to a parser as a separate group."""
     group = parser.add_argument_group(title="fused attention")
     for each in fields(AttentionFlags):
         spellings, options = each.metadata["spellings"], each.metadata["options"]

@@ -1,4 +1,5 @@
-"""Implement ``--hccl-group-buffer-adaptive``, which sizes HCCL's buffers by each group's largest message.
+"""Implement ``--hccl-group-buffer-adaptive``, which chooses the size of HCCL's buffers from each group's
+largest message.
 
 HCCL allocates two buffers per communicator, 200 MiB each by default. According to its documentation
 (HCCL_BUFFSIZE), each should be as large as the data of a call; a larger message only takes more time. The
@@ -41,7 +42,7 @@ class GroupBuffers:
     fitted: dict[str, int] = field(default_factory=dict)
 
     def largest_messages(self) -> dict[str, int]:
-        """The size of each group's largest message, computed from the current arguments; see
+        """The size of the largest message of each group, computed from the current arguments; see
         ``MessageSizes``.
 
         Megatron sets some of them, such as the size of the vocabulary, after it has validated the others.
@@ -50,7 +51,7 @@ class GroupBuffers:
 
 
 def add(declare: Callable[..., Any]) -> None:
-    """Add ``--hccl-group-buffer-adaptive``, which has MindSpeed's name, to a parser.
+    """Add ``--hccl-group-buffer-adaptive``, a flag with the same name as in MindSpeed, to a parser.
 
     Args:
         declare: ``add_argument`` of a parser or group.
@@ -67,7 +68,7 @@ def add(declare: Callable[..., Any]) -> None:
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Store the run's arguments, from which the buffer sizes of process groups are computed later.
+    """Store the arguments of the run, from which buffer sizes are computed when process groups are created.
 
     Raises:
         UsageError: the flag is given, but the device is not an NPU.
@@ -89,7 +90,7 @@ def of_run() -> GroupBuffers | None:
 
 
 def asked() -> bool:
-    """Return True if this run uses ``--hccl-group-buffer-adaptive``."""
+    """Return True if this run uses the flag ``--hccl-group-buffer-adaptive``."""
     return of_run() is not None
 
 
@@ -99,12 +100,16 @@ def default() -> int:
 
 
 def size_of_group(name: str) -> int | None:
-    """Return the buffer size in MiB for upstream's group ``name``, such as ``tp``, or None if unknown."""
+    """Return the buffer size in MiB for the process group ``name`` of upstream, such as ``tp``, or None
+    if unknown.
+    """
     run = of_run()
     largest = None if run is None else run.largest_messages().get(name)
     return None if largest is None else size_of(largest)
 
 
 def size_of(message: int) -> int:
-    """Return the buffer size in MiB for messages of the given number of bytes, at most the default."""
+    """Return the buffer size in MiB for messages of the given number of bytes, limited to the default
+    size.
+    """
     return min(max(1, -(-message // _MEBIBYTE)), default())

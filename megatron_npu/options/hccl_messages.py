@@ -1,4 +1,4 @@
-"""Compute the largest message of each process group from the sizes of a model and its layout."""
+"""Compute the size of the largest message of each process group from the sizes of a model and its layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARDED = ("use_torch_fsdp2", "use_custom_fsdp", "use_megatron_fsdp", "fully_sh
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """The arguments that determine the sizes of messages, under Megatron's names.
+    """The arguments that determine the sizes of messages, with Megatron's names.
 
     Those with a default do not exist in every version of Megatron.
     """
@@ -70,13 +70,13 @@ class MessageSizes:
 
     @classmethod
     def of(cls, args: Namespace) -> MessageSizes:
-        """Create the sizes from the validated arguments of Megatron or of the built-in trainer."""
+        """Create the message sizes from the validated arguments of Megatron or of the built-in trainer."""
         return cls(
             **{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)}
         )
 
     def largest(self) -> dict[str, int]:
-        """Return the largest message in bytes of each group, keyed by upstream's short names.
+        """Return the size in bytes of the largest message of each group, keyed by upstream's short names.
 
         Groups whose messages do not follow from the arguments are omitted: those of gradients (``dp_cp``,
         ``ep_dp`` and their parts), the world, and groups whose messages depend on the optimizer or model
@@ -101,7 +101,7 @@ class MessageSizes:
         return sizes
 
     def _width(self) -> int:
-        """Return the size in bytes of one element in the layers' dtype."""
+        """Return the size in bytes of one element in the dtype of the layers."""
         return 2 if self.bf16 or self.fp16 else 4
 
     def _length(self) -> int:
@@ -112,7 +112,7 @@ class MessageSizes:
         return max(self.micro_batch_size, self.eval_micro_batch_size or 0)
 
     def _tokens(self) -> int:
-        """Return the number of tokens of a micro-batch on one rank, if only context parallelism shards
+        """Return the number of tokens in a micro-batch on one rank if only context parallelism shards
         sequences.
         """
         tokens = self._batch() * -(-self._length() // self.context_parallel_size)
@@ -121,7 +121,7 @@ class MessageSizes:
         return tokens
 
     def _states(self) -> int:
-        """Return the size in bytes of the residual stream, ``[s / cp, b, h]``."""
+        """Return the size in bytes of the hidden states, ``[s / cp, b, h]``."""
         width = 4 if self.fp32_residual_connection else self._width()
         return self._tokens() * self.hidden_size * width * self._streams()
 
@@ -129,7 +129,7 @@ class MessageSizes:
         return self.num_residual_streams if self.enable_hyper_connections else 1
 
     def _between_stages(self) -> int:
-        """Return the number of bytes that a pipeline stage sends at once.
+        """Return the number of bytes that a pipeline stage sends in one message.
 
         With interleaving, these are activations and gradients.
         """
@@ -159,7 +159,8 @@ class MessageSizes:
         )
 
     def _gradients_of_whole_parameters(self) -> int:
-        """Return the size in bytes of the gradients that sequence parallelism reduces in one call.
+        """Return the size in bytes of the gradients that are reduced in one call because of sequence
+        parallelism.
 
         The gradients include, per layer: norms of size h (two or four, and their biases), norms of heads and
         latents, biases after row-parallel layers, and the router.
@@ -209,7 +210,9 @@ class MessageSizes:
         return max(ring, swapped, gathered, mask if self.reset_attention_mask else 0)
 
     def _of_experts(self) -> dict[str, int]:
-        """Return the number of bytes sent to experts if all tokens are routed to the experts of one rank."""
+        """Return the number of bytes that are sent to experts if all tokens are routed to experts on one
+        rank.
+        """
         tokens = self._tokens() // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
         experts, ranks = self.num_experts or 0, self.expert_model_parallel_size
         sharing = self.expert_tensor_parallel_size or self.tensor_model_parallel_size

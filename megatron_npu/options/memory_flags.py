@@ -1,4 +1,4 @@
-"""Add flags for offloading tensors from device memory to Megatron versions that lack them."""
+"""Add flags for offloading tensors from device memory, for Megatron versions that lack these flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NARROW = {
 
 
 def add_reuse_of_weights(add: Callable[..., Any]) -> None:
-    """Add ``--reuse-fp32-param``, which has MindSpeed's name, to a parser.
+    """Add ``--reuse-fp32-param``, a flag with the same name as in MindSpeed, to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -45,7 +45,7 @@ def add_reuse_of_weights(add: Callable[..., Any]) -> None:
 
 
 def refuse_fp8_states(options: Any) -> None:
-    """Reject fp8 optimizer states, which only TransformerEngine supports.
+    """Reject optimizer states in fp8, which only TransformerEngine supports.
 
     Args:
         options: an ``OptimizerConfig`` or parsed arguments, with dtypes or their names.
@@ -65,7 +65,7 @@ def refuse_fp8_states(options: Any) -> None:
 
 
 def precision_aware_optimizer(args: argparse.Namespace) -> bool:
-    """Return whether flags request the precision-aware optimizer; --reuse-fp32-param implies it."""
+    """Return True if the flags request the precision-aware optimizer, explicitly or by --reuse-fp32-param."""
     return args.use_precision_aware_optimizer or args.reuse_fp32_param
 
 
@@ -98,7 +98,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
 
 
 def _require_remainders(args: argparse.Namespace) -> None:
-    """Reject --reuse-fp32-param unless bf16 parameters have fp32 main weights."""
+    """Reject --reuse-fp32-param unless the parameters are bf16 and have fp32 main weights."""
     if not args.bf16 or str(args.main_params_dtype) not in ("fp32", "torch.float32"):
         raise UsageError(
             "--reuse-fp32-param requires bf16 parameters with fp32 main weights, because it assembles "
@@ -108,7 +108,9 @@ def _require_remainders(args: argparse.Namespace) -> None:
 
 
 def _refuse_types_alone(args: argparse.Namespace) -> None:
-    """Reject dtypes of optimizer states if the precision-aware optimizer, which they require, is disabled."""
+    """Reject the flags for dtypes of optimizer states unless the precision-aware optimizer, which they
+    require, is enabled.
+    """
     for name in NARROW:
         value = str(getattr(args, f"{name}_dtype", "fp32"))
         if value not in ("fp32", "torch.float32"):
@@ -119,7 +121,7 @@ def _refuse_types_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_moving_nothing(args: argparse.Namespace) -> None:
-    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and the reverse.
+    """Reject ``--fine-grained-activation-offloading`` without ``--offload-modules``, and vice versa.
 
     Raises:
         UsageError: only one of the two flags is given.
@@ -133,7 +135,7 @@ def refuse_moving_nothing(args: argparse.Namespace) -> None:
 
 
 def add_swap_optimizer(add: Callable[..., Any]) -> None:
-    """Add ``--swap-optimizer``, which has MindSpeed's name, to a parser.
+    """Add ``--swap-optimizer``, a flag with the same name as in MindSpeed, to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -200,7 +202,8 @@ _RECOMPUTED = {"core_attn": ("core_attn",), "layernorm": ("attn_norm", "mlp_norm
 
 
 def add_activation_offloading(add: Callable[..., Any]) -> None:
-    """Add ``--fine-grained-activation-offloading`` (from megatron-core 0.16) for older Megatron versions.
+    """Add ``--fine-grained-activation-offloading``, a flag of megatron-core 0.16, to the parser of an older
+    version.
 
     Args:
         add: ``add_argument`` of a parser or group.
@@ -228,7 +231,7 @@ def add_activation_offloading(add: Callable[..., Any]) -> None:
 
 
 def refuse_offloading_on_the_host() -> None:
-    """Reject ``--fine-grained-activation-offloading`` on a device without its own memory.
+    """Reject ``--fine-grained-activation-offloading`` on a device that has no memory of its own.
 
     Raises:
         UsageError: the device's activations are already in host memory.
@@ -243,7 +246,7 @@ def refuse_offloading_on_the_host() -> None:
 
 
 def check_activation_offloading(args: argparse.Namespace, known: Sequence[str] = OFFLOADED) -> None:
-    """Reject ``--fine-grained-activation-offloading`` if nothing would be offloaded, or for unknown modules.
+    """Reject ``--fine-grained-activation-offloading`` if it would offload nothing or names unknown modules.
 
     Args:
         args: the arguments, including those of recomputation.

@@ -1,4 +1,4 @@
-"""Accept or reject flags of older Megatron versions that occur in tutorials.
+"""Accept or reject flags of older Megatron versions, which occur in tutorials.
 
 Megatron-LM from 2020 to 2023 (including 285068c8) had these flags. megatron-core's scripts still declare some
 of them, and most of these end with an assertion or exit code 0. ``add`` adds the flags that a parser does not
@@ -47,7 +47,7 @@ class OlderFlag:
 
     @property
     def dest(self) -> str:
-        """The attribute name of the flag in the parsed arguments."""
+        """The name of the flag's attribute in the parsed arguments."""
         return self.options.get("dest", self.flag.removeprefix("--").replace("-", "_"))
 
 
@@ -137,7 +137,7 @@ OLDER = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of older Megatron versions that ``parser`` does not already have."""
+    """Add those flags of older Megatron versions that ``parser`` does not have."""
     group = parser.add_argument_group(
         title="older flags", description="flags from versions of Megatron-LM that predate megatron-core"
     )
@@ -148,7 +148,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Apply the current meaning of the given older flags, and log one line for each flag on rank 0.
+    """Apply the current meaning of the given older flags, and log one line for each of them on rank 0.
 
     Args:
         args: the parsed arguments, which are changed in place.

@@ -1,4 +1,5 @@
-"""Declare flags with the same name and meaning in several commands, mainly ``pretrain`` and ``train``.
+"""Declare flags that have the same name and meaning in several commands, mainly in ``pretrain`` and
+``train``.
 
 A command overrides options (another default, a value checked elsewhere) when it adds the flag.
 tests/unit/test_shared_flags.py lists the flags that differ between commands, with the reasons.
@@ -132,7 +133,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_shared(add: Add, *flags: str, **own: Any) -> None:
-    """Add some of the shared flags to a parser.
+    """Add a selection of the shared flags to a parser.
 
     Args:
         add: ``add_argument`` of a parser or group.

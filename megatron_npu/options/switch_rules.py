@@ -1,4 +1,4 @@
-"""Check combinations of acceleration switches, models and devices before a model is loaded.
+"""Check combinations of acceleration switches, models and devices before any model is loaded.
 
 ``train`` and ``pretrain`` use these rules, and docs/reference/train-switches.md is generated from the tables
 (scripts/switch_table.py).
@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda", "npu")
 
 @dataclass(frozen=True)
 class Place:
-    """The model and device for which acceleration switches are checked.
+    """The model and the device for which acceleration switches are checked.
 
     Attributes:
         family: one of ``FAMILIES``.
@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Word:
-    """A command-line switch and its implementation.
+    """A command-line switch, with the name of its implementation.
 
     Attributes:
         flag: the switch as typed.
@@ -72,7 +72,7 @@ class Word:
     megatron: str | None
 
     def given(self, switches: Switches) -> bool:
-        """Return True if the switch is enabled."""
+        """Return True if the switch is on."""
         value = getattr(switches, self.name)
         return bool(value) and (value == self.value or self.name == "lora_rank")
 
@@ -237,7 +237,7 @@ REFUSALS = (
 
 
 def meant(switches: Switches, place: Place) -> tuple[Switches, str]:
-    """Return the switches that take effect, and a log line if one switch is replaced by another.
+    """Return the switches that take effect, and a log line if one of them replaces another.
 
     The document uses ``--onnx-runtime-training`` for graphs to increase the speed. Where torch.compile has no
     kernels, the flag selects the fused operations instead.
@@ -276,12 +276,12 @@ def refuse(switches: Switches, place: Place) -> None:
 
 
 def refusal_of(switches: Switches, place: Place) -> Refusal | None:
-    """Return the first rule that rejects these switches, or None."""
+    """Return the first rule that rejects the given switches, or None."""
     return next((rule for rule in REFUSALS if rule.refuses(switches, place)), None)
 
 
 def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
-    """Describe the given switches that a rule rejects."""
+    """Describe the switches, among those that are given, that a rule rejects."""
     flags = [
         switches.graph_word if word.flag == GRAPH else word.flag
         for word in WORDS
@@ -300,7 +300,7 @@ def _given(refusal: Refusal, switches: Switches, place: Place) -> str:
 
 
 def need_compiler(device: str, word: str = GRAPH) -> None:
-    """Check that graphs can be compiled if the device is a CPU.
+    """Check that graphs can be compiled, which requires a compiler if the device is a CPU.
 
     Args:
         device: the device of the run.

@@ -1,4 +1,4 @@
-"""Define the acceleration switches of ``train`` and ``pretrain``, including mutually exclusive ones.
+"""Define the acceleration switches of ``train`` and ``pretrain``, some of which exclude each other.
 
 The names are those of the PAI-Rapidformer document. The effect of a switch is implemented where the model is
 prepared: in ``finetune`` for Transformers and user models, and in ``pretrain`` for Megatron's models.
@@ -24,7 +24,7 @@ _SHARDED = (  # by stage of ZeRO
 
 @dataclass(frozen=True)
 class Switches:
-    """The enabled acceleration switches.
+    """The acceleration switches that are on.
 
     ``Switches()`` enables none.
 
@@ -55,12 +55,12 @@ class Switches:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Switches:
-        """Return the switches from a namespace of parsed flags."""
+        """Read the switches from a namespace of parsed flags."""
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
 
 
 class _Graph(argparse.Action):
-    """Argparse action that enables compiled graphs and records which of the two flags was used."""
+    """Argparse action that turns on compiled graphs and records which of two flags was used."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Set ``graph_optimization`` and ``graph_word`` in the namespace."""

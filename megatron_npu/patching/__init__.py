@@ -1,4 +1,4 @@
-"""Patch upstream modules at import: patch records, the import hook, the ledger and the pins.
+"""Patch upstream modules when they are imported: patch records, the import hook, the ledger and the pins.
 
 This package does not depend on the patched Megatron, and imports nothing else from this project.
 """

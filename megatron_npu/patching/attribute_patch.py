@@ -17,7 +17,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
 @dataclass
 class Change:
-    """One replaced attribute ``owner.name``, with its previous and its new raw value.
+    """A replaced attribute ``owner.name``, with its previous and its new raw value.
 
     Attributes:
         module, qualname: the patched symbol for which the value was set.
@@ -43,7 +43,7 @@ class Change:
         setattr(self.owner, self.name, self.new)
 
     def undo(self) -> bool:
-        """Restore the old value unless other code has changed the attribute since.
+        """Restore the old value, unless other code has changed the attribute since.
 
         Return True if it was restored.
         """
@@ -57,14 +57,17 @@ class Change:
 
 
 class ChangeLog:
-    """The attribute changes in effect, in the order in which they were made. This class is thread-safe."""
+    """The attribute changes that are in effect, in the order in which they were made.
+
+    This class is thread-safe.
+    """
 
     def __init__(self) -> None:
         self._changes: list[Change] = []
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """Replace the lock after a fork.
+        """Replace the lock with a new one after a fork.
 
         The thread that held the old lock does not exist in the child process.
         """
@@ -74,13 +77,13 @@ class ChangeLog:
         self._lock = threading.RLock()
 
     def make(self, change: Change) -> None:
-        """Apply ``change`` and record it."""
+        """Make ``change``, and record it."""
         with self._lock:
             change.make()
             self._changes.append(change)
 
     def undo(self, changes: Iterable[Change]) -> list[Change]:
-        """Undo ``changes`` in reverse order and remove them from the log.
+        """Undo ``changes`` in reverse order, and remove them from the log.
 
         Return the changes that other code has overwritten.
         """
@@ -92,11 +95,11 @@ class ChangeLog:
         return refused
 
     def all(self) -> list[Change]:
-        """Return all changes in order."""
+        """Return all changes in the order in which they were made."""
         return self._changes.copy()
 
     def slots(self) -> set[tuple[int, str]]:
-        """Return the pair (id of the owner, name) of every changed attribute."""
+        """Return the pair (id of the owner, name) for every changed attribute."""
         return {(id(change.owner), change.name) for change in self.all()}
 
 
@@ -152,7 +155,8 @@ def new_value(patch: Patch, current: Any) -> Any:
 
 
 def bare(raw: Any) -> Any:
-    """Return the function inside a static method, class method or property.
+    """Return the function inside a static method, class method or property, and return any other value
+    unchanged.
 
     Other values are returned unchanged.
     """
@@ -162,7 +166,7 @@ def bare(raw: Any) -> Any:
 
 
 def _like(raw: Any, value: Any) -> Any:
-    """Return ``value`` wrapped in the same kind of descriptor as ``raw``."""
+    """Return ``value`` in the same kind of descriptor as ``raw``."""
     if isinstance(value, (staticmethod, classmethod, property)):
         return value
     if isinstance(raw, (staticmethod, classmethod)):
@@ -171,7 +175,7 @@ def _like(raw: Any, value: Any) -> Any:
 
 
 def _call_around(original: Any, function: Any) -> Any:
-    """Return a function that calls ``function`` with the original as the first argument.
+    """Return a function that calls ``function`` with the original as its first argument.
 
     Raises:
         TypeError: the original is a class, which cannot be replaced by a function.

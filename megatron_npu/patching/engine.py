@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Apply the patches of a registry to modules whose names have given prefixes.
+    """Applies the patches of a registry to modules whose names have given prefixes.
 
     Args:
         registry: the patches; ``on_first`` may add more.
@@ -66,11 +66,11 @@ class Engine:
         return self._context
 
     def arm(self) -> None:
-        """Install the finder at the front of ``sys.meta_path``. A second call has no effect."""
+        """Install the import finder at the front of ``sys.meta_path``. A second call has no effect."""
         self._finder.arm()
 
     def disarm(self) -> None:
-        """Remove the import hook, but keep the patches in effect.
+        """Remove the import hook, but leave the patches in effect.
 
         If the hook is armed again, ``on_first`` is called again.
         """
@@ -98,7 +98,9 @@ class Engine:
         self._incomplete = False
 
     def reconsider(self) -> None:
-        """Apply patches whose setting was off when their module was imported and has been turned on since."""
+        """Apply patches whose setting was off when their module was imported and has been turned on since
+        then.
+        """
         if self._context is None:
             return
         for module in list(self._patched.values()):
@@ -108,7 +110,7 @@ class Engine:
             self._offers.extend(patching.apply(off))
 
     def undo(self) -> None:
-        """Undo all changes in reverse order, including names that were imported by value.
+        """Undo all changes in reverse order, including those to names that were imported by value.
 
         A slot that other code has set since is left unchanged, and a warning is issued.
         """
@@ -156,7 +158,7 @@ class Engine:
         return f"{name}.".startswith(self._beginnings)  # asked of every module, again and again
 
     def execute(self, run: Run, module: ModuleType) -> None:
-        """Execute ``module``, then patch it. Loaders call this method instead of ``exec_module``."""
+        """Execute a module, and then patch it. Loaders call this method instead of ``exec_module``."""
         if not self.armed or id(module) in self._running:
             return run(module)
         self._running.add(id(module))
@@ -171,7 +173,7 @@ class Engine:
             self._running.discard(id(module))
 
     def _forget(self, module: ModuleType) -> None:
-        """Undo the patches of a module before it is reloaded, because its body must find the original
+        """Undo the patches of a module before it is reloaded, because its code must find the original
         names.
         """
         self._log.undo(change for change in self._log.all() if change.owner is module)
@@ -180,7 +182,9 @@ class Engine:
             self._ledger.row(patch).settle("pending")
 
     def activate(self) -> None:
-        """Call ``on_first`` at the first import of upstream, and patch the modules that the call imported."""
+        """Call ``on_first`` when upstream is first imported, and patch the modules that this call has
+        imported.
+        """
         with self._lock:
             if self._context is not None or self._activating:
                 return
@@ -205,9 +209,7 @@ class Engine:
             self._patch(module, late=True)
 
     def _patch_finished(self, module: ModuleType) -> None:
-        """Patch a module that was still being executed when the engine was armed, once its execution has
-        ended.
-        """
+        """Patch a module that was being executed when the engine was armed, after its execution has ended."""
         if sys.modules.get(module.__name__) is not module or not self.armed or self._is_in_hand(module):
             return
         try:

@@ -37,7 +37,7 @@ def _dump(value: Any) -> str:
 
 
 def _meaning(node: ast.AST, name: str, content: Any) -> Any:
-    """Return the part of a syntax-tree field that affects its meaning.
+    """Return the part of a field in a syntax tree that affects its meaning.
 
     Parameter annotations and docstrings are dropped.
 
@@ -53,7 +53,7 @@ def _meaning(node: ast.AST, name: str, content: Any) -> Any:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Return the parts of an f-string with adjacent literals joined.
+    """Return the parts of an f-string, with adjacent literals joined.
 
     Python versions split them differently.
     """

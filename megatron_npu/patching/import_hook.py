@@ -1,4 +1,4 @@
-"""Run code after a module has been executed, or instead of executing it.
+"""Run code after a module has been executed, or instead of its execution.
 
 A finder at the front of ``sys.meta_path`` lets other finders find a module and hooks the returned loader, so
 nothing happens if code merely checks whether a package exists.
@@ -17,7 +17,7 @@ Run = Callable[[ModuleType], None]
 
 
 class Finder:
-    """Import finder that hooks the loaders found by the other finders.
+    """Import finder that hooks the loaders that other finders have found.
 
     Args:
         covers: returns whether to hook the module with the given name.
@@ -29,7 +29,7 @@ class Finder:
         self._asking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec found by the other finders, with a hooked loader."""
+        """Return the spec that other finders have found, with a hooked loader."""
         if not self.covers(name):
             return None
         names: set[str] = self._asking.__dict__.setdefault("names", set())
@@ -53,7 +53,7 @@ class Finder:
         return None
 
     def _hook(self, loader: Any) -> None:
-        """Hook ``loader`` once.
+        """Hook a loader, unless it is already hooked.
 
         Built-in modules, whose loaders are classes, and namespace packages are skipped.
         """
@@ -65,7 +65,7 @@ class Finder:
 
     @property
     def armed(self) -> bool:
-        """True if this finder is installed."""
+        """True if this finder is installed in ``sys.meta_path``."""
         return self in sys.meta_path
 
     def arm(self) -> None:
@@ -86,7 +86,7 @@ class Finder:
 
 
 class _Hook:
-    """Replacement for ``exec_module`` on a loader instance, whose type does not change.
+    """Replacement for ``exec_module`` on an instance of a loader, whose type is left unchanged.
 
     Copying or pickling it yields the loader's own method, so a copied loader is an ordinary loader.
     """
@@ -102,7 +102,7 @@ class _Hook:
 
 
 class _WatchedSpec(ModuleSpec):
-    """Module spec that calls a function when the module's execution ends."""
+    """Module spec that calls a function when the execution of the module ends."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -114,12 +114,12 @@ class _WatchedSpec(ModuleSpec):
 
 
 def is_initializing(module: ModuleType) -> bool:
-    """Return True if ``module`` is still being executed."""
+    """Return True if a module is still being executed."""
     return bool(getattr(module.__spec__, "_initializing", False))
 
 
 def when_initialized(module: ModuleType, callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the execution of ``module`` has ended."""
+    """Call ``callback`` when the execution of a module ends."""
     spec: Any = module.__spec__
     if type(spec) is ModuleSpec:
         vars(spec)["_callbacks"] = []

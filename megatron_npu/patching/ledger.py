@@ -1,4 +1,4 @@
-"""Store the state of every patch, and print it as text, JSON or Markdown."""
+"""Store the state of every patch, and print the states as text, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Row:
     late: bool = False
 
     def settle(self, state: str, reason: str = "", *, late: bool = False) -> None:
-        """Set the state of the patch, and clear the names that were rebound for the previous state."""
+        """Set the state of the patch, and clear the names that were rebound in the previous state."""
         self.state, self.reason, self.late = state, reason, late
         self.repaired = []
 
 
 class Ledger:
-    """The state of every patch, and the number of times each fast path was not used.
+    """The states of all patches, and how often each fast path was not used.
 
     Attributes:
         fallbacks: how often an operation did not use its fast path, by name and reason. The code that counts
@@ -66,11 +66,11 @@ class Ledger:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows in order of registration."""
+        """The rows in the order in which the patches were registered."""
         return list(self._rows.values())
 
     def row(self, patch: Patch) -> Row:
-        """Return the row of ``patch``, creating a row in state ``pending`` if necessary."""
+        """Return the row of ``patch``, creating one in state ``pending`` if there is none."""
         row = self._rows.get(patch.key)
         if row is None:
             row = Row(**{name: getattr(patch, name) for name in _OF_PATCH})
@@ -78,7 +78,7 @@ class Ledger:
         return row
 
     def keep(self, patches: Iterable[Patch]) -> None:
-        """Keep only the rows of ``patches``, in the given order, without changing their states."""
+        """Keep only the rows of ``patches``, in the given order, with their states."""
         self._rows = {patch.key: self.row(patch) for patch in patches}
 
     def count(self, state: str) -> int:
@@ -107,7 +107,7 @@ class Ledger:
         return f"{len(rows)} {state}" + (f" ({'; '.join(told)})" if told else "")
 
     def text(self, *, pending: bool = False) -> str:
-        """Return the ledger as text for a terminal.
+        """Return the ledger in the form of text for a terminal.
 
         General information comes first, followed by each patch with its remarks.
 
@@ -182,7 +182,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def until(patch: Patch | Row) -> str:
-    """Return when a patch can be removed and whether it fixes an upstream bug.
+    """Return when a patch can be removed, and whether it fixes a bug of upstream.
 
     The text may be empty.
     """

@@ -1,5 +1,5 @@
-"""Patch one module after its execution: check its pins, replace symbols, and rebind names in importing
-modules.
+"""Patch one module after its execution: check its pins, replace symbols, and rebind names in modules that
+import it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PatchError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """The information that all patches share once upstream is found.
+    """The information about the upstream that all patches share.
 
     Attributes:
         upstream, version: the name and version of upstream.
@@ -62,7 +62,7 @@ class Context:
 
 @dataclass
 class ModulePatch:
-    """The patches of one module, of which either all or none are applied.
+    """The patches of one module, which are applied together or not at all.
 
     Attributes:
         module: the module.
@@ -83,7 +83,7 @@ class ModulePatch:
     made: list[Change] = field(default_factory=list)
 
     def apply(self, patches: Iterable[Patch]) -> list[repair.Offer]:
-        """Apply the patches that are enabled on this device.
+        """Apply the patches of the module that are enabled on this device.
 
         Returns:
             The new objects that other modules may import by value from now on.
@@ -124,7 +124,7 @@ class ModulePatch:
     # --- drift ---
 
     def _check(self, patches: list[Patch]) -> dict[tuple[object, ...], Verdict]:
-        """Compare the module with its pins and return the verdicts by patch key.
+        """Compare the module with its pins, and return the verdicts by patch key.
 
         The result is empty if there are no pins or no source file.
         """
@@ -195,7 +195,7 @@ class ModulePatch:
     # --- names that hold the original ---
 
     def _repair(self) -> list[repair.Offer]:
-        """Rebind names in modules that imported a replaced object by value."""
+        """Rebind names in modules that have imported a replaced object by value."""
         repairs, offers = repair.find_repairs(self.module, self.made.copy(), self.log.slots(), self.covers)
         for change in repairs:
             self._make(change)
@@ -209,8 +209,8 @@ class ModulePatch:
 
 
 def _deepest_first(patches: Iterable[Patch]) -> list[str]:
-    """Return the qualified names of the patches, ordered so that members precede the class that contains
-    them.
+    """Return the qualified names of the patches, in an order in which members precede the class that
+    contains them.
     """
     names = dict.fromkeys(patch.qualname for patch in patches)
     return sorted(names, key=lambda name: -name.count("."))

@@ -1,4 +1,4 @@
-"""Determine which upstream parameters a wrapper uses, and whether those parameters have changed.
+"""Determine which upstream parameters a wrapper uses, and whether they have changed.
 
 A wrapper names the parameters that it uses and passes the other parameters on. Changes to other parameters do
 not affect it, but changes to named ones do. How it uses ``*args`` and ``**kwargs`` is determined from its
@@ -21,12 +21,12 @@ _REQUIRED = ""  # the text of a default that there is not
 
 
 class _Unknown(Exception):  # noqa: N818 - the name says what it is
-    """Raised when the parameters that a function accepts or uses cannot be determined."""
+    """Raised when it cannot be determined which parameters a function accepts or uses."""
 
 
 @dataclass
 class Use:
-    """The upstream parameters that a wrapper function uses.
+    """The parameters of upstream that a wrapper function uses.
 
     Attributes:
         own: the name of each positional parameter, and whether it has a default, in order.
@@ -45,12 +45,12 @@ class Use:
     hands_on_names: bool = False
 
     def assumes_default(self, position: int) -> bool:
-        """Return True if the function has its own default for the parameter at ``position``."""
+        """Return True if the function itself has a default for the parameter at ``position``."""
         return self.own[position][1] if position < len(self.own) else position in self.read
 
 
 def use_of(function: Any) -> Use | None:
-    """Return the upstream parameters that ``function`` uses, or None if they cannot be determined.
+    """Return the parameters of upstream that ``function`` uses, or None if they cannot be determined.
 
     The first parameter, which receives the original, is not included.
     """
@@ -100,7 +100,7 @@ def _calls_of(name: str, node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _leading(call: ast.Call) -> int:
-    """Return the number of positional arguments of a call before the first starred argument."""
+    """Return the number of positional arguments of a call before its first starred argument."""
     starred = (number for number, each in enumerate(call.args) if isinstance(each, ast.Starred))
     return next(starred, len(call.args))
 
@@ -110,7 +110,7 @@ def _is(node: ast.AST | None, name: str) -> bool:
 
 
 def _uses(name: str, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield the parent and the grandparent of every node in ``node`` that uses ``name``."""
+    """Yield the parent and the grandparent of every node inside ``node`` that uses ``name``."""
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
     for each in parents:
         if _is(each, name):
@@ -151,8 +151,8 @@ def _read_names(rest: str, node: ast.FunctionDef, use: Use) -> None:
 
 
 def _name_read(part: ast.AST, whole: ast.AST) -> ast.expr | None:
-    """Return the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in rest``, as an
-    expression.
+    """Return the expression for the argument name in ``rest.get(name)``, ``rest[name]`` or ``name in
+    rest``.
     """
     if isinstance(part, ast.Attribute) and part.attr in ("get", "pop") and isinstance(whole, ast.Call):
         return whole.args[0] if whole.args else None
@@ -188,12 +188,12 @@ class _Function:
         return dict(self.positional) | self.keyword
 
     def at(self, position: int) -> tuple[str, str] | None:
-        """Return the name and the default of the parameter at a position, or None."""
+        """Return the name and the default of the parameter at a position, or None if there is none."""
         return self.positional[position] if position < len(self.positional) else None
 
 
 def _read(signature: str) -> _Function:
-    """Parse a signature string.
+    """Parse a signature that is given as a string.
 
     Raises:
         _Unknown: the string is not the signature of a single function.
@@ -222,7 +222,8 @@ def _read(signature: str) -> _Function:
 
 
 def conflict(use: Use | None, old: str, new: str) -> str | None:
-    """Describe how a change between two upstream signatures affects a wrapper, or return None.
+    """Describe how a difference between two upstream signatures affects a wrapper, or return None if it has
+    no effect.
 
     Args:
         use: the parameters that the function uses. If None, these are unknown, so every change counts.
@@ -257,7 +258,7 @@ def _by_position(use: Use, was: _Function, now: _Function) -> Iterator[str]:
 
 
 def _of_place(before: tuple[str, str], default: str, assumes: bool, own: bool) -> Iterator[str]:
-    """Yield the effects of changed defaults of upstream parameters that kept their position."""
+    """Yield the effects of changed defaults of parameters that have kept their position."""
     if assumes:
         yield from _of_default(*before, default)
     elif before[1] == _REQUIRED != default and own:
@@ -282,7 +283,7 @@ def _of_default(name: str, before: str, after: str) -> Iterator[str]:
 
 
 def _not_taken(use: Use, was: _Function, now: _Function) -> Iterator[str]:
-    """Yield the new upstream parameters that callers cannot pass through the wrapper."""
+    """Yield the new parameters of upstream that callers cannot pass through the wrapper."""
     ours = {name for name, _ in use.own} | use.names.keys()
     by_position_alone = now.positional[:1] == [("ctx", _REQUIRED)]  # torch calls an autograd function so
     for name in now.defaults:

@@ -23,7 +23,7 @@ class NotAsked(str):
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one upstream symbol. Adaptors create it with the decorators of ``registry``.
+    """One change to one symbol of upstream. Adaptors create it with the decorators of ``registry``.
 
     Attributes:
         target: ``package.module:Qual.name``.
@@ -72,7 +72,7 @@ class Patch:
 
     @property
     def qualname(self) -> str:
-        """The dotted name of the target inside its module."""
+        """The dotted name of the target within its module."""
         return self.target.partition(":")[2]
 
     @property
@@ -95,11 +95,11 @@ class Patch:
         return (*likeness(self), self.nth)
 
     def is_for(self, upstream: str, version: str) -> bool:
-        """Return True if the patch applies to this version of ``upstream``."""
+        """Return True if the patch is meant for this version of ``upstream``."""
         return (not self.upstream or self.upstream == upstream) and admits(self.versions, version)
 
     def reason_to_skip(self, device: str) -> str | None:
-        """Return the reason why the patch is not applied on this device, or None if it is applied."""
+        """Return the reason why the patch is skipped on this device, or None if it is applied."""
         reason = self.condition() if self.condition else None
         if isinstance(reason, NotAsked):
             return reason
@@ -110,7 +110,7 @@ class Patch:
 
 @cache
 def _from_package(file: str) -> str:
-    """Return the path of a module's file, starting at its top-level package."""
+    """Return the path of a module's file, starting with its top-level package."""
     path = Path(file)
     top = path
     while (top.parent / "__init__.py").is_file():
@@ -119,7 +119,7 @@ def _from_package(file: str) -> str:
 
 
 def likeness(patch: Patch) -> tuple[object, ...]:
-    """Return values that identify a patch record that is registered twice: location, text and name of
+    """Return values that identify a patch record if it is registered twice: location, text and name of
     ``make``.
     """
     made = patch.make if patch.kind != "constant" else None

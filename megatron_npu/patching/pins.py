@@ -1,4 +1,4 @@
-"""Read and write pins: fingerprints of upstream symbols, taken when a patch was written.
+"""Read and write pins, which are fingerprints of upstream symbols, taken when a patch was written.
 
 A pin file belongs to one version of one upstream. A symbol matches if it equals the pin of any version of its
 upstream.
@@ -23,7 +23,7 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """The fingerprint, signature and line of a symbol in one upstream version."""
+    """The fingerprint, the signature and the line of a symbol in one upstream version."""
 
     fingerprint: str
     signature: str
@@ -70,7 +70,7 @@ class PinFile:
 
     @property
     def name(self) -> str:
-        """The name of the pin file: ``<upstream>-<version>.json``."""
+        """The name of the pin file, ``<upstream>-<version>.json``."""
         return f"{self.upstream}-{self.version}.json"
 
     def json(self) -> str:
@@ -97,7 +97,7 @@ class Pins:
 
     @classmethod
     def load(cls, directory: Path, upstream: str, version: str = "") -> Pins:
-        """Read every pin file of ``upstream`` in ``directory``.
+        """Read all pin files of ``upstream`` in ``directory``.
 
         The directory need not exist.
 
@@ -116,7 +116,7 @@ class Pins:
         return {file.version: file.targets[target] for file in self.files if target in file.targets}
 
     def voucher(self, target: str, module: str, digest: str) -> str:
-        """Return the version whose pins match ``target`` and the digest of the module's file, or an empty
+        """Return the version whose pins match ``target`` and the digest of its module's file, or an empty
         string.
         """
         known = (f.version for f in self.files if f.modules.get(module) == digest and target in f.targets)

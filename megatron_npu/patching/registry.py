@@ -23,7 +23,7 @@ Make = TypeVar("Make")
 
 
 class PatchConflict(Exception):  # noqa: N818 - the name says what happened
-    """Raised if two patches of the same target could both be in effect but cannot be combined or ordered.
+    """Raised if two patches of one target could both be in effect but cannot be combined or ordered.
 
     Two replacements cannot be combined. If two patches in different files call the original, one of them must
     be inside the other.
@@ -101,7 +101,7 @@ class _Decorators:
         return self._decorator("replace", target, options, sys._getframe(1))
 
     def around(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated function to be called instead of ``target``.
+        """Record the decorated function as one that is called instead of ``target``.
 
         Its first argument is the original.
 
@@ -138,7 +138,7 @@ class _Decorators:
         return self._decorator("around", target, options, sys._getframe(1))
 
     def wrap(self, target: str, **options: Unpack[Options]) -> Callable[[Make], Make]:
-        """Record the decorated factory as the wrapper of ``target``.
+        """Record the decorated factory as one that creates a wrapper of ``target``.
 
         The factory receives the original and returns the new object.
 
@@ -215,7 +215,7 @@ class _Decorators:
 
 @dataclass
 class Recorder(_Decorators):
-    """Registry decorators for the adaptors of one upstream, with ``upstream`` already set.
+    """The decorators of a registry for the adaptors of one upstream.
 
     Args:
         registry: where the patches are recorded.
@@ -226,13 +226,13 @@ class Recorder(_Decorators):
     upstream: str
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch`` in the registry."""
+        """Record a patch in the registry."""
         self.registry.add(patch)
 
 
 @dataclass
 class Registry(_Decorators):
-    """The recorded patches, in the order of registration.
+    """The recorded patches, in the order in which they were registered.
 
     Args:
         upstream: the default upstream of patches; empty means any.
@@ -242,7 +242,7 @@ class Registry(_Decorators):
     patches: list[Patch] = field(default_factory=list)
 
     def add(self, patch: Patch) -> None:
-        """Record ``patch``.
+        """Record a patch.
 
         If its adaptor is imported again, the new record replaces the old one.
 
@@ -265,7 +265,7 @@ class Registry(_Decorators):
         self.patches.append(replaced(patch, nth=alike))
 
     def for_module(self, name: str) -> list[Patch]:
-        """Return the patches of the module ``name``, in the order of registration."""
+        """Return the patches of the module ``name``, in the order in which they were registered."""
         prefix = f"{name}:"
         return [patch for patch in self.patches if patch.target.startswith(prefix)]
 
@@ -282,7 +282,9 @@ class Registry(_Decorators):
 
 
 def in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Return the patches of a target in the order of application: the replacement, then its wrappers."""
+    """Return the patches of a target in the order in which they are applied: the replacement, then the
+    wrappers.
+    """
     return sorted(patches, key=lambda patch: (patch.kind not in REPLACEMENTS, patch.order))
 
 
@@ -316,7 +318,7 @@ def _validate(patch: Patch) -> None:
 
 
 def _refuse_conflict(first: Patch, second: Patch) -> None:
-    """Reject two replacements of the same target, and wrappers from two files without a defined order."""
+    """Reject two replacements of one target, and wrappers from two files whose order is not defined."""
     if not _meet(first, second):
         return
     both = f"{first.origin} ({first.where}) and by {second.origin} ({second.where})"

@@ -35,7 +35,7 @@ class Offer:
 def find_repairs(
     module: ModuleType, made: Iterable[Change], slots: Set[tuple[int, str]], covers: Callable[[str], bool]
 ) -> tuple[list[Change], list[Offer]]:
-    """Find the modules that imported unpatched objects of ``module`` by value.
+    """Find the modules that have imported unpatched objects of ``module`` by value.
 
     Also return the patched objects that modules may import later.
 
@@ -64,7 +64,7 @@ def find_repairs(
 
 
 def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
-    """Restore the original objects in modules that imported the patched objects by value."""
+    """Restore the original objects in modules that have imported the patched objects by value."""
     originals: dict[int, dict[str, Any]] = {}
     for offer in offers:
         originals.setdefault(id(offer.new), {}).setdefault(offer.name, offer.old)
@@ -74,7 +74,7 @@ def take_back(offers: Iterable[Offer], covers: Callable[[str], bool]) -> None:
 
 
 def is_shared_by_identity(value: Any, module: str) -> bool:
-    """Return True if all other modules that refer to ``value`` obtained it from ``module``.
+    """Return True if all other modules that refer to ``value`` have obtained it from ``module``.
 
     This is the case for functions and classes that ``module`` itself defines. It is not for plain values,
     which may be equal by chance, and for objects that ``module`` imported, which other modules may have

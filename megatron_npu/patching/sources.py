@@ -14,7 +14,7 @@ from megatron_npu.patching.symbols import locate
 
 
 class Source:
-    """The source of one module.
+    """The source code of one module.
 
     The file is read immediately and parsed when needed.
 
@@ -29,12 +29,12 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 hash of the file."""
+        """The SHA-256 hash of the source file."""
         return hashlib.sha256(self._content).hexdigest()
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The parsed file.
+        """The syntax tree of the source file.
 
         Raises:
             SyntaxError: this version of Python cannot parse the file.

@@ -1,4 +1,4 @@
-"""Find the statements in a module's source that define a symbol."""
+"""Find the statements in the source of a module that define a symbol."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def locate(tree: ast.Module, qualname: str) -> list[ast.stmt]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run in the scope of ``body``, including those in nested blocks."""
+    """Yield the statements that are executed in the scope of ``body``, including those in nested blocks."""
     for node in body:
         yield node
         if isinstance(node, SCOPES):
@@ -51,7 +51,7 @@ def bindings(body: Iterable[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _binding(node: ast.stmt, name: str) -> ast.stmt | None:
-    """Return ``node`` if it binds ``name`` (with an import reduced to this name), and None otherwise."""
+    """Return ``node``, reduced to one name if it is an import, if it binds ``name``, and None otherwise."""
     if isinstance(node, SCOPES):
         return node if node.name == name else None
     if isinstance(node, (ast.Import, ast.ImportFrom)):

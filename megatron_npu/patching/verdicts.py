@@ -1,4 +1,4 @@
-"""Determine the state of a patch's target by comparing its source with the pins."""
+"""Determine the state of a patch's target by comparing the target's source with the pins."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Verdict:
 
     @property
     def place(self) -> str:
-        """The position of the current definition in the form ``file:line``."""
+        """The position of the current definition, in the form ``file:line``."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
 def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
-    """Compare the target of ``patch`` in ``source`` with the pins of its upstream.
+    """Compare the target of ``patch`` in ``source`` with the pins for its upstream.
 
     ``source`` is None if there is no such file.
     """
@@ -84,7 +84,9 @@ def _compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
 
 
 def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, str, bool]:
-    """Return the status, the detail, the deciding version, and whether a changed signature is compatible."""
+    """Return the status of a patch, the details, the deciding version, and whether a changed signature is
+    compatible.
+    """
     if not known:
         return "no_pin", "no pin", "", False
     for version, pin in known.items():
@@ -102,7 +104,7 @@ def _judge(patch: Patch, found: Pin, known: dict[str, Pin]) -> tuple[str, str, s
 
 
 def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, Pin, str | None]:
-    """Return the first version whose pin is compatible with the patch, with that pin and None.
+    """Return the first version whose pin is compatible with the patch, then this pin, and None.
 
     If all pins conflict, return the first version, its pin and the conflict.
     """
@@ -113,7 +115,7 @@ def _nearest(patch: Patch, signature: str, known: dict[str, Pin]) -> tuple[str, 
 
 
 def by_target(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Group verdicts by target, worst verdict first.
+    """Group verdicts by target, with the worst verdict first.
 
     Targets keep the order of their first verdict.
     """

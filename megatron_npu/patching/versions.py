@@ -1,4 +1,6 @@
-"""Evaluate PEP 440 version specifiers: match a version, and check whether two specifiers overlap."""
+"""Evaluate PEP 440 version specifiers: check whether a version matches, and whether two specifiers
+overlap.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Implement ``megatron-npu plan``, which runs the ranks of a job one by one and counts only device memory."""
+"""Implement ``megatron-npu plan``, which runs the ranks of a job one after another and counts only device
+memory.
+"""

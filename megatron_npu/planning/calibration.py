@@ -1,4 +1,4 @@
-"""Calibrate time estimates with a table that ``bench`` measured on the job's devices."""
+"""Calibrate time estimates with a table that ``bench`` has measured on the job's devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDY = "Run `megatron-npu bench --suite 3d --json FILE` on the job's devices.
 
 @dataclass(frozen=True)
 class Calibration:
-    """Ratios of measured times to estimated times.
+    """The ratios of measured times to estimated times.
 
     Attributes:
         factor: the median ratio.
@@ -38,7 +38,7 @@ class Calibration:
 
     @classmethod
     def of(cls, path: Path, device: str, hardware: Hardware, per_node: int) -> Calibration:
-        """Compare the measured rows of a table with their estimates.
+        """Compare the measured rows of a table with the estimates for them.
 
         Raises:
             UsageError: the file is not a table from ``bench --suite 3d``, or has no times for this kind of
@@ -64,7 +64,7 @@ class Calibration:
         return cls(statistics.median(found), min(found), max(found), len(found), source)
 
     def line(self) -> str:
-        """Return a description of the calibration."""
+        """Return a line that describes the calibration."""
         if not self.rows:
             return (
                 "not calibrated on hardware (to calibrate, pass --bench FILE with a table from `bench "
@@ -77,7 +77,7 @@ class Calibration:
 
 
 def _rows(table: dict[str, Any], hardware: Hardware, per_node: int) -> Iterator[tuple[Estimate, float]]:
-    """Yield for each measured row its estimate and the measured seconds per iteration."""
+    """Yield, for each measured row, the estimated and the measured seconds per iteration."""
     model, batch = table["model"], table["global_batch_size"]
     hidden, heads = model["hidden"], model["heads"]
     shape = Shape(

@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a job and return the exit code.
+    """Plan a job, and return the exit code.
 
     The code is 2 if the job does not fit or cannot run.
 
@@ -147,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_covered(job: Job, device: str) -> None:
-    """Reject jobs that fake tensors do not support: ``train``, and experts with unknown token counts.
+    """Reject jobs for which fake tensors cannot be used, which are ``train`` jobs and jobs with unknown token
+    counts per expert.
 
     Raises:
         UsageError: the device is ``cuda`` and the job is one of these.
@@ -167,7 +168,7 @@ def require_covered(job: Job, device: str) -> None:
 
 
 def _search(job: Job, ranks: Ranks, options: Namespace) -> int:
-    """Print the layouts that were tested in a dry run.
+    """Print the layouts that the search has tried in dry runs.
 
     Return 2 if none of them fits.
     """
@@ -196,7 +197,8 @@ def _reject_pages(options: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _DryRuns:
-    """Runs the first and the last rank of layouts, and each stage of those whose order is not known yet.
+    """Runs the first and last ranks of layouts, and ranks of every stage if the order of passes is not yet
+    known.
 
     Attributes:
         known: the order of the passes of layouts with equally many stages, chunks and micro batches.
@@ -247,7 +249,7 @@ def _planned(job: Job, ranks: Ranks, options: Namespace) -> Plan:
 
 
 def _rows(job: Job, ranks: Ranks) -> list[Row]:
-    """Run one rank for each role in the job and return the rows of the results.
+    """Run one rank for each role in the job, and return the rows of the report.
 
     Stop at the first failure.
 
@@ -270,7 +272,7 @@ def _rows(job: Job, ranks: Ranks) -> list[Row]:
 
 
 def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
-    """Return the fullest rank's memory with the chosen imbalance, with even routing, and in the worst
+    """Return the highest memory of a rank with the chosen imbalance, with even routing, and in the worst
     case.
     """
     row = plan.fullest
@@ -283,7 +285,9 @@ def _range(plan: Plan, ranks: Ranks) -> dict[float, int]:
 
 
 def _fits_when_short(job: Job, ranks: Ranks, row: Row, memory: int) -> bool:
-    """Return True if a rank can train within ``memory`` when its allocator releases unused memory."""
+    """Return True if a rank is able to train within ``memory`` bytes when its allocator releases unused
+    memory.
+    """
     if row.found["peak"] + row.buffers > memory:
         return False
     return (

@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a layout in closed form.
+"""Estimate the memory and time of a layout with closed formulas.
 
 Layouts for a dry run are selected by memory.
 
@@ -24,7 +24,7 @@ _HALF, _FULL = 2, 4  # bytes
 
 @dataclass(frozen=True)
 class Time:
-    """Estimated duration of one iteration in seconds.
+    """The estimated duration of one iteration in seconds.
 
     Attributes:
         computing: the time for the operations of a stage, averaged over the stages.
@@ -47,7 +47,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Closed-form estimates for one layout of one model.
+    """The estimates for one layout of one model, computed with closed formulas.
 
     Attributes:
         per_node: the number of devices per machine.
@@ -65,20 +65,20 @@ class Estimate:
 
     @property
     def tokens(self) -> float:
-        """The number of tokens in a micro batch on one rank."""
+        """The number of tokens in a micro-batch on one rank."""
         return self.layout.micro_batch * self.shape.length / self.layout.context
 
     @property
     def weights(self) -> float:
-        """The number of weights of the first stage on one rank."""
+        """The number of weights of the first pipeline stage on one rank."""
         shape, layout = self.shape, self.layout
         experts = max(1, shape.experts / layout.expert)
         tables = 1 + (layout.pipeline == 1 and not shape.tied)
         return (self.layers * (shape.attention + experts * shape.mlp) + tables * shape.table) / layout.tensor
 
     def memory(self) -> float:
-        """Return the memory of the first stage in bytes: weights, gradients, states, activations in
-        flight, logits.
+        """Return the memory in bytes of the first stage: weights, gradients, optimizer states,
+        activations and logits.
         """
         shape, layout = self.shape, self.layout
         shares = layout.data * layout.context if layout.shared else 1
@@ -105,7 +105,7 @@ class Estimate:
         return self._of_a_layer()
 
     def time(self, orders: Sequence[pipeline.Order] | None = None) -> Time:
-        """Return the estimated time of an iteration.
+        """Return the estimated time for an iteration.
 
         Args:
             orders: the passes of each stage in the order in which a dry run has run them. If None, or if they
@@ -129,7 +129,9 @@ class Estimate:
         return Time(computing, sending + exposed, waiting, self._updated(), recorded)
 
     def _recorded(self, orders: Sequence[pipeline.Order], slowest: float) -> float | None:
-        """Return the seconds of all micro batches; those that were not run add the slowest stage's time."""
+        """Return the time in seconds for all micro-batches, assuming the slowest stage's time for those
+        that were not run.
+        """
         layout = self.layout
         if len(orders) != layout.pipeline:
             return None
@@ -148,7 +150,9 @@ class Estimate:
         return found + slowest * (layout.micro_batches - pipeline.micro_batches(orders))
 
     def _stage(self, has_last: bool) -> tuple[float, float]:
-        """Return the seconds that a stage, with or without the last chunk, computes and sends per batch."""
+        """Return the time in seconds that a stage, with or without the last chunk, needs to compute and
+        send a batch.
+        """
         computing = sending = 0.0
         for kind in (pipeline.FORWARD, pipeline.BACKWARD):
             usual, last = self._pass(kind, False), self._pass(kind, has_last)
@@ -157,7 +161,7 @@ class Estimate:
         return computing, sending
 
     def _pass(self, kind: str, is_last: bool) -> tuple[float, float]:
-        """Return the seconds that a pass of a micro batch through a chunk computes and sends."""
+        """Return the time in seconds for computing and sending a micro-batch's pass through a chunk."""
         layout = self.layout
         forward, core, logits = self._chunk(is_last)
         sent, staged = self._sent()
@@ -167,7 +171,8 @@ class Estimate:
         return 2 * forward + again, sent * (2 if layout.recomputed == "full" else 1) + staged
 
     def _chunk(self, is_last: bool) -> tuple[float, float, float]:
-        """Return the seconds of a chunk's forward pass, and those of its attention and its logits in it.
+        """Return the time in seconds for a chunk's forward pass, and how much of it attention and logits
+        take.
 
         Args:
             is_last: whether it is the model's last chunk, which has the output layer.
@@ -188,7 +193,7 @@ class Estimate:
         return layers * (core + attention + mlp + rest) + logits, layers * core, logits
 
     def _product(self, weights: float, tokens: float) -> float:
-        """Return the time in seconds of a matmul of tokens with a weight matrix."""
+        """Return the time in seconds for the matmul of tokens with a weight matrix."""
         return self._operation(2 * weights * tokens, _HALF * weights)
 
     def _operation(self, flops: float, bytes_: float) -> float:
@@ -196,7 +201,9 @@ class Estimate:
         return max(flops / (hardware.flops * REACHED_FLOPS), bytes_ / (hardware.memory * REACHED_MEMORY))
 
     def _sent(self) -> tuple[float, float]:
-        """Return the seconds that a pass through a chunk communicates: within its layers, and to a stage."""
+        """Return the time in seconds for the communication in a pass through a chunk, within layers and
+        between stages.
+        """
         shape, layout = self.shape, self.layout
         states = self.tokens * shape.hidden * _HALF
         tensor = 4 * states * self._ring(layout.tensor, 1)  # two all-reduces, each twice a ring
@@ -213,7 +220,7 @@ class Estimate:
         return self.layout.tensor * self.layout.context * self.layout.data
 
     def _ring(self, ranks: int, apart: int) -> float:
-        """Return the seconds per byte for passing a tensor once around a ring of ranks at distance
+        """Return the time in seconds per byte for passing a tensor around a ring of ranks at distance
         ``apart``.
         """
         if ranks == 1:
@@ -223,7 +230,7 @@ class Estimate:
         return (ranks - 1) / ranks / (speed * REACHED_LINKS)
 
     def _reduced(self) -> float:
-        """Return the seconds for reducing gradients and gathering weights in each iteration."""
+        """Return the time in seconds for reducing gradients and gathering weights in each iteration."""
         layout = self.layout
         ranks = layout.data * layout.context
         back = _HALF if layout.shared else _FULL

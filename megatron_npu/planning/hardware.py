@@ -1,4 +1,4 @@
-"""List the peak performance of devices according to data sheets, for time estimates only."""
+"""List the peak performance of devices according to their data sheets, for estimates of time only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """Kind of device, with its peak performance.
+    """A kind of device with its peak performance.
 
     Attributes:
         flops: the number of dense bf16 operations per second.
@@ -33,5 +33,5 @@ REACHED_FLOPS, REACHED_MEMORY, REACHED_LINKS = 0.6, 0.7, 0.7
 
 
 def default_of(device: str) -> str:
-    """Return the default hardware for ``npu`` or ``cuda``."""
+    """Return the hardware that is assumed for ``npu`` or ``cuda`` by default."""
     return "ascend-910b" if device == "npu" else "h100"

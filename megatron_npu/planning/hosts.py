@@ -1,4 +1,4 @@
-"""Manage processes that have imported the modules of a plan's ranks and that fork for each rank."""
+"""Manage processes that import the modules of a plan's ranks once and fork for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDING = 10  # seconds
 
 
 class Hosts:
-    """Host processes of a plan, one per program and environment.
+    """The host processes of a plan, one for each program and environment.
 
     Host processes end with ``end`` and with this process.
     """
@@ -34,7 +34,7 @@ class Hosts:
         told: Mapping[str, object],
         limit: float,
     ) -> tuple[int | None, str]:
-        """Run a rank.
+        """Run a rank in a process that a host process forks.
 
         Return its exit code, or None after ``limit`` seconds, and the output of a host that died.
 

@@ -1,4 +1,4 @@
-"""Describe the planned job: its command line, its layout, and the ranks that represent all ranks."""
+"""Describe the job to be planned: its command line, its layout, and the ranks that represent all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEFT_OUT_ALONE = "--async-save --finetune --check-for-nan-in-loss-and-grad".spl
 
 @dataclass(frozen=True)
 class Job:
-    """Command line of a job, and its number of devices.
+    """The command line of a job and its number of devices.
 
     Attributes:
         devices: the number of devices, with one rank on each.
@@ -51,7 +51,7 @@ class Job:
 
     @classmethod
     def of(cls, devices: int, command: Sequence[str]) -> Job:
-        """Create a job from the words after ``--``.
+        """Create a job from the words after ``--`` on the command line.
 
         Raises:
             UsageError: the program cannot be planned.
@@ -92,7 +92,7 @@ class Job:
         return value
 
     def has(self, flag: str) -> bool:
-        """Return True if a flag is given."""
+        """Return True if the command line contains a flag."""
         return any(word == flag or word.startswith(f"{flag}=") for word in self.flags)
 
     @property
@@ -118,13 +118,13 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro batches per iteration on each rank."""
+        """The number of micro-batches per iteration on each rank."""
         batch = self.number("--global-batch-size", 0)
         size = self.number("--micro-batch-size", 8 if self.family == TRAIN else 1)
         return batch // (size * self.data) if batch else 1
 
     def with_flags(self, *words: str) -> Job:
-        """Return the job with additional flags, which override earlier ones."""
+        """Return the job with additional flags, which override flags given before."""
         return replace(self, flags=(*self.flags, *words))
 
     def without(self, *flags: str) -> Job:
@@ -150,11 +150,13 @@ class Job:
         return {stage: list(range(stage * each, (stage + 1) * each)) for stage in range(self.pipeline)}
 
     def representatives(self, by_batch: bool = True) -> dict[int, tuple[int, int]]:
-        """Return the ranks to run, each with its stage and the number of ranks that it represents."""
+        """Return the ranks to run, each with its pipeline stage and the number of ranks that it
+        represents.
+        """
         return {ranks[0]: (stage, len(ranks)) for stage, ranks in self.classes(by_batch)}
 
     def classes(self, by_batch: bool = True) -> list[tuple[int, list[int]]]:
-        """Return groups of equivalent ranks with their stage.
+        """Return groups of equivalent ranks, each with its pipeline stage.
 
         Only the first rank of each group is run.
 
@@ -174,27 +176,29 @@ class Job:
         return found
 
     def _by_batch(self, ranks: list[int]) -> list[list[int]]:
-        """Separate the ranks that read data from the ranks to which they send it."""
+        """Separate the ranks that read data from the ranks that receive data from them."""
         reading = [rank for rank in ranks if self.sender(rank) == rank]
         receiving = [rank for rank in ranks if self.sender(rank) != rank]
         return [part for part in (reading, receiving) if part]
 
     def sender(self, rank: int) -> int:
-        """Return the rank that reads a rank's data.
+        """Return the rank that reads the data for a given rank.
 
         In scripts, it is the first tensor-parallel rank.
         """
         return rank - rank % self.tensor if self.start[0] == "run" else rank
 
     def _last_shards(self) -> list[int]:
-        """Return the number of ranks at the end of a stage that have the last shard of weights or experts."""
+        """Return how many ranks at the end of a stage have the last shard of the weights or of the
+        experts.
+        """
         if not self.is_sharded:
             return []
         experts = self.number("--expert-model-parallel-size", 1)
         return [self.tensor, self.number("--expert-tensor-parallel-size", self.tensor) * experts]
 
     def words(self) -> tuple[list[str], int]:
-        """Return the command line of a planned rank, and its number of micro batches per iteration.
+        """Return the command line for a planned rank, and its number of micro-batches per iteration.
 
         Micro batches beyond twice the depth of the pipeline do not change the peak and are omitted.
         """
@@ -218,12 +222,12 @@ class Job:
 
     @property
     def is_sharded(self) -> bool:
-        """True if data-parallel ranks shard optimizer states or weights."""
+        """True if data-parallel ranks shard optimizer states or weights among themselves."""
         return any(map(self.has, _SHARDED))
 
     @property
     def routes_freely(self) -> bool:
-        """True if the number of tokens per expert depends on computed values."""
+        """True if the number of tokens that each expert receives depends on computed values."""
         return self.has("--num-experts") and not self.has("--moe-pad-expert-input-to-capacity")
 
     @property
@@ -232,13 +236,13 @@ class Job:
         return self.has_data or self.has("--load") or self.has("--pretrained-checkpoint")
 
     def whole_words(self) -> list[str]:
-        """Return the command line of a rank that reads all input of the job and ends before training."""
+        """Return the command line of a rank that reads all input of the job and ends before it trains."""
         job = self.without(*_WRITTEN, *_TOGETHER, "--async-save", "--nproc-per-node")
         job = job.with_flags("--num-workers", "0")
         return [*job.start, *job.flags]
 
     def _ending(self) -> Job:
-        """Return the job, changed to end after ``ITERATIONS`` iterations and to accept a NaN loss."""
+        """Return the job, changed so that it ends after ``ITERATIONS`` iterations and accepts a NaN loss."""
         if self.family == "megatron_core":  # a loss that nobody has computed is no number
             return self.with_flags("--no-check-for-nan-in-loss-and-grad", "--exit-interval", str(ITERATIONS))
         # trees of old save where --exit-interval ends them, wherever --save says; the learning rate's decay
@@ -264,7 +268,9 @@ class Job:
 
 
 def _family(script: Path) -> str:
-    """Return the Megatron that parses a script's flags: the script's own checkout or the installed one."""
+    """Return the Megatron that parses a script's flags, which is the script's own checkout or the
+    installed one.
+    """
     named = settings.MEGATRON_PATH.get()
     tree = Path(named) if named else stock_tools.tree_of(script) or script.resolve().parent
     found = megatrons.inside(tree)

@@ -1,5 +1,5 @@
-"""List the possible layouts of a job: combinations of parallel sizes and related options that divide
-evenly.
+"""List the possible layouts of a job, which are the combinations of parallel sizes and options in which
+every split is even.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST_MICRO_BATCH = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, micro-batch, recomputation, and whether optimizer states are sharded.
+    """A combination of parallel sizes, micro-batch size, recomputation, and sharding of optimizer states.
 
     Attributes:
         chunks: the number of model chunks per pipeline stage.
@@ -74,7 +74,7 @@ class Layout:
 
 
 def all_of(job: Job, shape: Shape, per_node: int) -> Iterator[Layout]:
-    """Yield each layout whose sizes divide evenly.
+    """Yield each layout in which every split is even.
 
     Tensor-parallel groups stay within a machine.
     """
@@ -115,7 +115,7 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
 
 
 def _chunks(layers: int, pipeline: int, micro_batches: int) -> list[int]:
-    """Return the possible numbers of model chunks for a stage with ``layers`` layers."""
+    """Return the possible numbers of model chunks for a pipeline stage with ``layers`` layers."""
     if pipeline == 1 or micro_batches % pipeline:
         return [1]
     return [count for count in _divisors(layers, layers) if count == 1 or pipeline > 2]

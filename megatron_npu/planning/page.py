@@ -1,4 +1,4 @@
-"""Create the HTML page of a plan, with the printed report and each rank's memory over time."""
+"""Create the HTML page of a plan, which contains the printed report and the memory of each rank over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def page(plan: Plan) -> str:
-    """Return the page as HTML, which loads no resources and runs no script."""
+    """Return the page as HTML, which loads no resources and runs no scripts."""
     job = plan.job
     command = html.escape(" ".join([*job.start, *job.flags]))
     keys = "".join(

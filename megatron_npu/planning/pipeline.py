@@ -1,4 +1,4 @@
-"""The time of an iteration on a pipeline whose stages run their passes in a recorded order."""
+"""Compute the time of an iteration on a pipeline whose stages run their passes in a recorded order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Order = Sequence[Pass]
 
 
 def micro_batches(orders: Sequence[Order]) -> int:
-    """Return the number of micro batches in the recorded orders."""
+    """Return the number of micro-batches in the recorded order of passes."""
     return sum(kind == FORWARD and chunk == 0 for kind, chunk, _ in orders[0])
 
 
 def span(orders: Sequence[Order], seconds: Callable[[str, int, int], float]) -> float | None:
-    """Return the time from the first pass to the last one.
+    """Return the time from the beginning of the first pass to the end of the last one.
 
     A forward pass starts when the chunk before it has finished that micro batch, a backward pass when the
     chunk after it has; each stage runs one pass at a time, in its order.
@@ -46,7 +46,9 @@ def span(orders: Sequence[Order], seconds: Callable[[str, int, int], float]) -> 
 
 
 def _begin(ends: dict[Pass, float], left: list[Pass], stage: int, stages: int, chunks: int) -> float | None:
-    """Return when a stage has what its next pass needs; None if that is unknown, or if no pass is left."""
+    """Return the time at which the next pass of a stage can begin, or None if the time is unknown or no
+    pass is left.
+    """
     if not left:
         return None
     kind, chunk, batch = left[-1]
@@ -56,7 +58,7 @@ def _begin(ends: dict[Pass, float], left: list[Pass], stage: int, stages: int, c
 
 
 def _needed(kind: str, place: int, batch: int, places: int) -> list[tuple[str, int, int]]:
-    """Return the passes that must end before a pass at a place (a chunk, counted over all stages) begins."""
+    """Return the passes that must end before a pass through the given chunk can begin."""
     if kind == FORWARD:
         return [(FORWARD, place - 1, batch)] if place else []
     after = [(BACKWARD, place + 1, batch)] if place + 1 < places else []

@@ -1,4 +1,4 @@
-"""Run ranks of a planned job in separate processes, one per core at a time."""
+"""Run the ranks of a planned job in separate processes, one per core at a time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LONGEST = 1800  # seconds
 
 
 class _Batches:
-    """Folders of the batches that ranks have broadcast, one for each command line."""
+    """The folders of the batches that ranks have broadcast, one for each command line."""
 
     def __init__(self) -> None:
         self._folders: dict[tuple[str, ...], tempfile.TemporaryDirectory[str]] = {}
         self._sent: set[tuple[str, int]] = set()
 
     def folder(self, words: Iterable[str]) -> str:
-        """Return the folder for a command line.
+        """Return the folder for the batches of a command line.
 
         The folder is removed when this process ends.
         """
@@ -43,7 +43,7 @@ class _Batches:
         return self._folders[key].name
 
     def missing(self, folder: str, senders: Iterable[int]) -> list[int]:
-        """Return the ranks among ``senders`` that have not run with a folder, and record them as run."""
+        """Return the ranks among ``senders`` that have not run with a folder yet, and record them as run."""
         found = [rank for rank in dict.fromkeys(senders) if (folder, rank) not in self._sent]
         self._sent.update((folder, rank) for rank in found)
         return found
@@ -51,7 +51,7 @@ class _Batches:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Location and method of running ranks.
+    """Runs the ranks of a job on a simulated device.
 
     Attributes:
         device: ``npu`` or ``cuda``.
@@ -78,7 +78,9 @@ class Ranks:
 
     @property
     def by_batch(self) -> bool:
-        """True if ranks that receive their batches are run, for which the batches must be known."""
+        """True if the simulation includes ranks that receive their batches from other ranks, so that
+        these batches must be known.
+        """
         return self.device == "npu"
 
     @classmethod
@@ -155,7 +157,7 @@ class Ranks:
             return {**json.loads(path.read_text(encoding="utf-8")), "log": said[-4000:]}
 
     def _place_of(self, job: Job, number: int, memory: int | None) -> dict[str, str]:
-        """Return the environment variables that define a rank."""
+        """Return the environment variables that tell a process which rank it is."""
         place = {
             "RANK": number,
             "LOCAL_RANK": number % self.per_node,

@@ -1,4 +1,4 @@
-"""Try flags that reduce memory on the rank with the highest peak, cheapest first."""
+"""Try flags that reduce memory on the rank with the highest peak, starting with the least costly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def candidates(job: Job) -> Iterator[tuple[list[str], Job]]:
-    """Yield growing sets of flags with the resulting job.
+    """Yield growing sets of flags, each with the resulting job.
 
     Flags that cost time come last.
     """
@@ -52,7 +52,8 @@ def _of_train(job: Job) -> Iterator[tuple[list[str], Job]]:
 def found(
     job: Job, needed: Callable[[Job], int | None], memory: int
 ) -> tuple[tuple[list[str], int] | None, list[str]]:
-    """Return the first flags with which a job fits, the bytes that it then needs, and all flags tried.
+    """Return the first flags with which a job fits, the number of bytes that it then needs, and all flags
+    that were tried.
 
     Args:
         needed: returns the bytes that the rank with the highest peak needs, or None if the job cannot train.

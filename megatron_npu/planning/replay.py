@@ -1,4 +1,4 @@
-"""Simulate torch's CUDA caching allocator for a sequence of allocations and frees.
+"""Simulate torch's CUDA caching allocator on a sequence of allocations and frees.
 
 The simulation follows c10/cuda/CUDACachingAllocator.cpp of torch 2 with default settings and one stream.
 Sizes are rounded to 512 bytes. Requests of up to 1 MiB come from segments of 2 MiB (the small pool), below 10
@@ -23,12 +23,12 @@ _ROUND_LARGE = 2 << 20
 
 
 class DeviceFullError(RuntimeError):
-    """Raised when the simulated device has no memory left."""
+    """Raised when the simulated device has no more memory."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Part of a memory segment.
+    """A part of a memory segment, either used or free.
 
     Attributes:
         address: its start address.
@@ -47,7 +47,7 @@ class Block:
 
 
 class Allocator:
-    """Simulated allocator of one device.
+    """The simulated allocator of one device.
 
     Args:
         limit: the maximum number of bytes of all segments. If None, memory is unlimited.
@@ -91,7 +91,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Free a block."""
+        """Free a block, so that it can be used again."""
         self.allocated -= block.size
         del self._taken[block.address]
         self._note("free_requested", block.address, block.size)
@@ -103,7 +103,7 @@ class Allocator:
         self._add(block)
 
     def empty_cache(self) -> None:
-        """Release the segments that have no used blocks."""
+        """Release the segments in which no block is used."""
         for block in [each for each in self._blocks.values() if each.before is None and each.after is None]:
             self._remove(block)
             self.reserved -= block.size
@@ -111,7 +111,7 @@ class Allocator:
             self._note("segment_free", block.address, block.size)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return the segments and their blocks in the format of torch's memory snapshots."""
+        """Return the segments and their blocks in the format of torch's memory snapshot."""
         found: dict[int, dict[str, Any]] = {
             address: {"device": 0, "address": address, "total_size": size, "stream": 0, "blocks": []}
             for address, size in sorted(self._segments.items())

@@ -1,4 +1,4 @@
-"""Format the report of a plan: a line per kind of rank, communication, and whether the job fits."""
+"""Format the report of a plan: a line for each kind of rank, its communication, and whether the job fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST, _GROUPS = 4, 9  # lines of ranks at least, and of process groups at mos
 
 @dataclass
 class Row:
-    """Group of equivalent ranks, with the measurements of one of them.
+    """A group of equivalent ranks, and the measurements of one of these ranks.
 
     Attributes:
         rank: the rank that was run.
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def failed(self) -> str | None:
-        """The reason why the rank did not train, or None."""
+        """The reason why the rank did not train, or None if it did."""
         if self.found.get("error"):
             return str(self.found["error"])
         if self.found.get("code"):
@@ -44,18 +44,18 @@ class Row:
 
     @property
     def buffers(self) -> int:
-        """The bytes of HCCL's communication buffers."""
+        """The number of bytes that HCCL's communication buffers occupy."""
         return sum(group["buffer"] for group in self.found.get("groups", {}).values())
 
     @property
     def needed(self) -> int:
-        """The bytes of device memory that the rank needs."""
+        """The number of bytes of device memory that the rank needs."""
         return self.found["reserved"] + self.buffers
 
 
 @dataclass
 class Plan:
-    """Results of planning a job.
+    """The results of planning a job.
 
     ``lines`` returns the printed report.
 
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def failed(self) -> Row | None:
-        """The first rank that did not train."""
+        """The first rank that did not train, or None if all ranks did."""
         return next((row for row in self.rows if row.failed and not row.found.get("out_of_memory")), None)
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def too_full(self) -> Row | None:
-        """The rank with the highest peak, if it does not fit."""
+        """The rank with the highest memory peak if this rank does not fit, or None."""
         full = [row for row in self.rows if row.fits is False]
         return max(full, key=lambda row: row.needed) if full else None
 
@@ -155,7 +155,7 @@ class Plan:
         return lines
 
     def _buffers(self, row: Row) -> str:
-        """Describe the memory of communicators, which torch's allocator does not manage."""
+        """Describe the memory that communicators use and that torch's allocator does not manage."""
         groups = row.found.get("groups", {}).values()
         if self.device == "cuda":
             count = sum(group["ranks"] > 1 for group in groups)
@@ -186,7 +186,7 @@ class Plan:
         return lines
 
     def _asked(self) -> list[str]:
-        """Report the program lines that read values which were not computed."""
+        """Report the lines of the program that read values which were not computed."""
         asked = sorted({key for each in self.rows for key in each.found.get("asked", {})})
         if not asked:
             return []
@@ -240,7 +240,7 @@ class Plan:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results, with sizes in bytes."""
+        """Return all results as values for JSON, with sizes in bytes."""
         _, count = self.job.words()
         return {
             "devices": self.job.devices,
@@ -267,7 +267,7 @@ class Plan:
 
 
 def _line(rank: object, cells: Sequence[object], place: str) -> str:
-    """Return a line of the table.
+    """Return one line of the table.
 
     The first two cells are counts, and the others are sizes.
     """
@@ -276,7 +276,7 @@ def _line(rank: object, cells: Sequence[object], place: str) -> str:
 
 
 def size_text(count: int) -> str:
-    """Format a number of bytes with a unit."""
+    """Format a number of bytes with a suitable unit."""
     if count >= _GIB:
         return f"{count / _GIB:.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count / 1024:.1f} KiB" if count else "0"

@@ -1,4 +1,6 @@
-"""Search for a job's layout: enumerate layouts, filter them by estimates, and dry-run the best."""
+"""Search for the best layout of a job: list the layouts, filter them by estimates, and dry-run the best
+ones.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _MARGIN = 1.15  # closed forms are wrong by some per cent: what they say is a li
 
 @dataclass(frozen=True)
 class DryRun:
-    """The result of a layout's dry run.
+    """The result of the dry run of a layout.
 
     Attributes:
         needed: the bytes that its largest rank needs; None if it did not train.
@@ -38,7 +40,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout after its dry run."""
+    """A layout that has been dry-run."""
 
     estimate: Estimate
     ran: DryRun
@@ -49,13 +51,13 @@ class Found:
 
     @property
     def wait_is_formula(self) -> bool:
-        """True if the layout is pipelined but no order of its passes is known."""
+        """True if the layout uses pipeline stages but the order of their passes is unknown."""
         return self.estimate.layout.pipeline > 1 and not self.time.recorded
 
 
 @dataclass(frozen=True)
 class Search:
-    """Parameters of a search.
+    """The parameters of a search for layouts.
 
     Attributes:
         memory: the number of bytes per device.
@@ -73,7 +75,7 @@ class Search:
     calibration: Calibration = field(default_factory=Calibration)
 
     def candidates(self) -> tuple[list[Estimate], int]:
-        """Return the layouts that may fit, fastest by estimate first, and the total number of layouts.
+        """Return the layouts that may fit, fastest by estimate first, and the number of all layouts.
 
         Raises:
             UsageError: no layout divides evenly, or the command line lacks the model's sizes.
@@ -93,7 +95,7 @@ class Search:
         return sorted(kept, key=lambda each: each.time().total), len(listed)
 
     def run(self, dry_run: Callable[[Job], DryRun]) -> tuple[list[Found], list[str]]:
-        """Return the layouts that were dry-run, fastest that fits first, and the lines to print."""
+        """Return the layouts that were dry-run, with the fastest that fits first, and the lines to print."""
         kept, count = self.candidates()
         left: list[Estimate] = list(kept)
         found: list[Found] = []
@@ -104,7 +106,8 @@ class Search:
         return found, self._lines(found, len(kept), count)
 
     def _next(self, left: list[Estimate], found: list[Found]) -> int:
-        """Return the index of the fastest layout that may still fit, or else of the one with least memory.
+        """Return the index of the fastest layout that may still fit, or else of the layout that needs the
+        least memory.
 
         Closed forms do not count communication buffers: what the dry runs needed above their estimates, the
         others are expected to need, too.
@@ -115,11 +118,11 @@ class Search:
         return next((at for at, size in enumerate(memory) if size <= most), memory.index(min(memory)))
 
     def fits(self, found: Found) -> bool:
-        """Return True if a layout trained within the memory limit."""
+        """Return True if a layout was able to train within the memory limit."""
         return found.ran.needed is not None and found.ran.needed <= self.memory
 
     def to_json(self, found: Iterable[Found]) -> dict[str, Any]:
-        """Return the layouts for which a dry run was made, with sizes in bytes and times in seconds."""
+        """Return the dry-run layouts as values for JSON, with sizes in bytes and times in seconds."""
         return {
             "devices": self.job.devices,
             "memory": self.memory,
@@ -192,7 +195,9 @@ class Search:
 
 
 def _not_beaten(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Drop layouts for which another layout with the same parallel sizes needs no more memory and time."""
+    """Drop a layout if another layout with the same parallel sizes needs neither more memory nor more
+    time.
+    """
     best: dict[tuple[int, ...], list[tuple[float, float, Estimate]]] = {}
     for each in estimates:
         key = (*_sizes(each.layout), each.layout.micro_batch)

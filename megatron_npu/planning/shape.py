@@ -1,4 +1,4 @@
-"""Describe a job's model as far as the command line defines its size and computation."""
+"""Describe the model of a job as far as the command line determines its size and its computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VOCABULARY = 50257  # GPT-2's, where the command line names none
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT model, with or without experts.
+    """The sizes of a GPT model, with or without experts.
 
     Attributes:
         heads, groups, channels: the number of query heads, the number of key and value heads, and the size of
@@ -37,7 +37,7 @@ class Shape:
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Read the model's sizes from a command line.
+        """Read the sizes of the model from a command line.
 
         Raises:
             UsageError: a size is missing.
@@ -75,15 +75,15 @@ class Shape:
 
     @property
     def attention(self) -> int:
-        """The number of attention weights per layer."""
+        """The number of weights per layer that belong to attention."""
         return self.hidden * self.channels * 2 * (self.heads + self.groups)
 
     @property
     def mlp(self) -> int:
-        """The number of MLP weights per layer, or per expert."""
+        """The number of weights per layer, or per expert, that belong to the MLP."""
         return self.matrices * self.hidden * self.ffn
 
     @property
     def table(self) -> int:
-        """The number of weights of the embedding table."""
+        """The number of weights in the embedding table."""
         return self.vocabulary * self.hidden

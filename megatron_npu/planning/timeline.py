@@ -1,4 +1,6 @@
-"""Record a rank's memory over time, as a snapshot for torch's visualizer and as a curve by purpose."""
+"""Record the memory of a rank over time, as a snapshot for torch's visualizer and as a curve for each
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _POINTS = 400  # of a curve
 def keep(
     snapshot: dict[str, Any], addresses: Mapping[str, list[int]], report: dict[str, Any], path: str | None
 ) -> None:
-    """Add the memory curve to a rank's report, and write the snapshot to a file if one is given.
+    """Add the memory curve to the report of a rank, and write the snapshot to a file if one is given.
 
     Args:
         snapshot: the result of ``torch.cuda.memory._snapshot`` or of the same function in ``torch.npu``.
@@ -31,7 +33,7 @@ def keep(
 
 
 def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]]) -> list[list[int]]:
-    """Return the bytes in use over time for each of ``KINDS``, as maxima over a limited number of intervals.
+    """Return the memory in use over time for each of ``KINDS``, as maxima over a limited number of intervals.
 
     Persistent memory is recognized by its address: it is the longest-lived block at that address.
 
@@ -56,7 +58,7 @@ def curve(events: Iterable[Mapping[str, Any]], addresses: Mapping[str, list[int]
 
 
 def _longest(changes: list[Mapping[str, Any]]) -> dict[int, int]:
-    """Return for each address the index in ``changes`` of its longest-lived allocation."""
+    """Return, for each address, the index in ``changes`` of its longest-lived allocation."""
     begun: dict[int, int] = {}
     longest: dict[int, tuple[int, int]] = {}  # address -> (how long, number)
     for number, event in enumerate(changes):

@@ -1,3 +1,3 @@
-"""Implement the built-in trainer, which pre-trains GPT on megatron-core's public API with Megatron's
-flags.
+"""Implement the built-in trainer, which pre-trains GPT models with megatron-core's public API and
+Megatron's flags.
 """

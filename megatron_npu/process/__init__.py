@@ -1,1 +1,1 @@
-"""Manage the process itself: signals, stack traces, exit, and the environment of child processes."""
+"""Manage this process: its signals, stack traces and exit, and the environment of its children."""

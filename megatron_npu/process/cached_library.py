@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describe how to build a C++ library.
+    """Description of how a C++ library is built.
 
     Attributes:
         folder: the folder in which the library is stored.
@@ -50,7 +50,7 @@ class Recipe:
     without: str
 
     def remedy(self, first: str) -> str:
-        """Return the remedy for a build error.
+        """Return the advice for fixing an error during the build.
 
         After the given instruction, it states how to run without the library.
         """
@@ -58,7 +58,7 @@ class Recipe:
 
 
 def load(recipe: Recipe) -> ctypes.CDLL:
-    """Load a library, and compile it first if no build exists for this source, compiler and processor.
+    """Load a library, compiling it first if there is no build for this source, compiler and processor.
 
     Raises:
         UsageError: there is no compiler, it fails or takes too long, the cache is not writable or not private
@@ -110,7 +110,7 @@ def _key(recipe: Recipe, compiler: Path) -> str:
 
 @functools.cache
 def _processor() -> tuple[str, ...]:
-    """Return the model and features of the first processor."""
+    """Return the model and the features of the first processor of the machine."""
     info = Path("/proc/cpuinfo")
     first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
@@ -145,7 +145,7 @@ def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None,
 
 
 def _build(recipe: Recipe, compiler: Path, folder: int, name: str) -> None:
-    """Compile to a temporary file and rename it to the library's name.
+    """Compile to a temporary file, and rename it to the library's final name.
 
     Unused libraries are removed as well.
     """
@@ -206,7 +206,7 @@ def _refused(recipe: Recipe, compiler: str, output: str) -> UsageError:
 
 
 def _remove_unused(folder: int) -> None:
-    """Remove libraries, locks and partial files that have not been used for a month."""
+    """Remove libraries, locks and partial files that nothing has used for a month."""
     with os.scandir(folder) as entries:
         unused = [entry.name for entry in entries if user_cache.is_unused(entry)]
     for name in unused:

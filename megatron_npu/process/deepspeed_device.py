@@ -26,7 +26,7 @@ def installed() -> bool:
 
 
 def choose(device: str) -> None:
-    """Make DeepSpeed use ``cpu``, ``cuda`` or ``npu``. Call this before DeepSpeed is imported.
+    """Make DeepSpeed use the device ``cpu``, ``cuda`` or ``npu``. Call this before DeepSpeed is imported.
 
     Raises:
         UsageError: DeepSpeed is not installed.

@@ -1,4 +1,4 @@
-"""Find the process that started this rank: torchrun, ``train`` or accelerate."""
+"""Find the launcher process that started this rank: torchrun, ``train`` or accelerate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOKS = 10
 
 
 def find() -> psutil.Process | None:
-    """Return the nearest ancestor process that is not part of the run.
+    """Return the nearest ancestor process that does not belong to the run.
 
     Shells between the launcher and the rank are skipped.
 

@@ -1,4 +1,4 @@
-"""Warn about a PyTorch program that starts one process per GPU on a machine without GPUs.
+"""Warn if a PyTorch program that starts one process per GPU runs on a machine without GPUs.
 
 ``torch.multiprocessing.spawn(main, nprocs=torch.cuda.device_count())`` then starts nothing and succeeds: the
 program ends with exit code 0 without training. If Megatron is imported, or the program is redirected,
@@ -21,7 +21,7 @@ _replaced = Replaced()
 
 
 def watch() -> None:
-    """Make ``torch.multiprocessing.spawn`` warn if it starts no process.
+    """Make ``torch.multiprocessing.spawn`` warn if a program asks it to start no processes.
 
     A second call has no effect.
     """

@@ -1,4 +1,4 @@
-"""Remove locks that interrupted compilations left in torch's cache of C++ extensions.
+"""Remove lock files that interrupted compilations have left in torch's cache of C++ extensions.
 
 ``torch.utils.cpp_extension.load`` compiles under a lock, the file ``lock`` in the extension's folder, which
 it keeps open. A killed process leaves the file, and every later process waits forever without a message
@@ -43,7 +43,7 @@ def stale(place: Path | None = None) -> list[Path]:
 
 
 def remove_stale(speaker: str) -> list[Path]:
-    """Remove stale lock files from this user's extension cache, log the removal on stderr, and return them.
+    """Remove stale lock files from this user's extension cache, log this on stderr, and return the files.
 
     Among the processes that a launcher starts on a machine, only the first does this.
 
@@ -63,7 +63,7 @@ def remove_stale(speaker: str) -> list[Path]:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Return the device and inode numbers of the files that processes visible to this user have open."""
+    """Return the device and inode numbers of all open files of processes that this user can inspect."""
     found = set()
     for link in _PROCESSES.glob("[0-9]*/fd/*"):
         identity = _identity(link)

@@ -1,4 +1,4 @@
-"""Select a private folder for the graphs of torch.compile.
+"""Select a private folder for the graphs that torch.compile caches.
 
 The graphs contain C++ code and pickles, which torch loads without checking their owner.
 
@@ -60,7 +60,7 @@ def _default() -> Path:
 
 
 def _cannot_be_made(error: UsageError) -> bool:
-    """Return True if the error means that the home directory is missing or read-only.
+    """Return True if the error means that the home directory does not exist or is read-only.
 
     A wrong owner is another error.
     """
@@ -68,8 +68,8 @@ def _cannot_be_made(error: UsageError) -> bool:
 
 
 def _open(folder: Path, remedy: str) -> Path:
-    """Create the folder if it is missing, check that no other user can change it, and return its resolved
-    path.
+    """Create the folder if it does not exist, check that no other user can change it, and return its
+    resolved path.
     """
     folder = Path(os.path.realpath(folder))
     with user_cache.opened(folder, remedy) as descriptor:
@@ -81,7 +81,7 @@ def _open(folder: Path, remedy: str) -> Path:
 
 
 def require_own_caches() -> None:
-    """Check that no other user can write to existing caches of Triton and of torch's C++ extensions.
+    """Check that no other user is able to write to existing caches of Triton and of torch's C++ extensions.
 
     Neither checks who owns its cache. A variable can name another user's folder, and so can HOME.
 
@@ -103,7 +103,9 @@ def require_own_caches() -> None:
 
 
 def _caches() -> dict[str, Path]:
-    """Return the cache folders by the variables that select them; empty without a home folder."""
+    """Return the cache folders, keyed by the variables that select them, or an empty dict without a home
+    directory.
+    """
     try:
         triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
         return {

@@ -21,12 +21,12 @@ _AGAIN = 0.02  # seconds: by then what has dropped it is over
 
 
 class TerminatedError(KeyboardInterrupt):
-    """Raised on SIGTERM inside ``termination_heard``."""
+    """Raised when SIGTERM arrives inside a ``termination_heard`` block."""
 
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Resend SIGINT to the main thread if Python dropped a KeyboardInterrupt inside the block.
+    """Resend SIGINT to the main thread if Python lost a KeyboardInterrupt inside the ``with`` block.
 
     Otherwise, such a Ctrl-C only prints two lines to stderr ("Exception ignored in"), and the run continues.
     """
@@ -54,8 +54,8 @@ def _send_again(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def termination_heard() -> Iterator[None]:
-    """Raise ``TerminatedError`` on SIGTERM inside the block, so that files and child processes are cleaned
-    up.
+    """Raise ``TerminatedError`` on SIGTERM inside the ``with`` block, so that files and child processes are
+    cleaned up.
 
     A second SIGTERM has its former effect.
     """
@@ -76,7 +76,8 @@ def termination_heard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer every SIGINT that arrives inside the block until the block exits, even if it raises an error.
+    """Defer every SIGINT that arrives inside the ``with`` block until the end of the block, even if an error
+    ends it.
 
     A signal that arrives during a fork would be lost. A process forked inside the block starts with a handler
     that only records the signal.

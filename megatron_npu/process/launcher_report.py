@@ -1,4 +1,4 @@
-"""Write a rank's error line to the file that torchrun reads to report the root cause.
+"""Write the error of a rank to the file from which torchrun reports the root cause.
 
 torchrun names one file per rank in ``TORCHELASTIC_ERROR_FILE``. torchrun prints the content of the file,
 normally written by torch's ``record`` decorator, under "Root Cause". Without the file, torchrun prints a link
@@ -18,7 +18,7 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell(line: str) -> None:
-    """Write the error line for torchrun if torchrun started this process.
+    """Write the error line to torchrun's file if torchrun started this process.
 
     A file that already contains another error is not changed.
     """
@@ -31,7 +31,7 @@ def tell(line: str) -> None:
 
 
 def _is_of(line: str, file: str) -> bool:
-    """Return True if torchrun's decorator has already written this error, as ``Kind: message``."""
+    """Return True if torchrun's decorator has already written this error, in the form ``Kind: message``."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, encoding="utf-8") as stream:
             told = json.load(stream)["message"]["message"].partition(": ")[2]

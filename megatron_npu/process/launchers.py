@@ -1,4 +1,4 @@
-"""Determine this process's rank for any launcher.
+"""Determine the rank of this process under any supported launcher.
 
 No other module reads the launchers' environment variables.
 
@@ -64,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine or pod of a group that a Kubernetes operator started.
+    """One machine or pod of a job that a Kubernetes operator started.
 
     Attributes:
         launcher: the variables that identify the operator.
@@ -82,8 +82,9 @@ class Machine:
 
 
 def settle(argv: Sequence[str]) -> None:
-    """Set torchrun's environment variables for this process, whichever launcher started it. A second call has
-    no effect.
+    """Set the environment variables of torchrun for this process, whichever launcher started it.
+
+    A second call has no effect.
 
     Args:
         argv: the command and its arguments.
@@ -106,7 +107,7 @@ def settle(argv: Sequence[str]) -> None:
 
 
 def _is_told() -> bool:
-    """Return True if torchrun's variables already specify the rank.
+    """Return True if torchrun's variables already define this process's rank.
 
     DeepSpeed's launcher and accelerate set these variables.
     """
@@ -142,7 +143,7 @@ def _settle_task(command: str) -> None:
 
 
 def _of_slurm() -> Task | None:
-    """Return the task of an ``srun`` step.
+    """Return the ``srun`` task that this process belongs to.
 
     Return None in a batch script and in a step with a single task.
     """
@@ -165,7 +166,7 @@ def _of_slurm() -> Task | None:
 
 
 def _tasks_of(per_node: str, node: int) -> int:
-    """Return the number of tasks on a node from Slurm's notation, in which ``4(x2),2`` means 4, 4 and 2."""
+    """Return a node's number of tasks from Slurm's notation, in which ``4(x2),2`` stands for 4, 4 and 2."""
     counts: list[int] = []
     for word in per_node.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
@@ -179,7 +180,7 @@ def _tasks_of(per_node: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list, such as gpu03 for ``gpu[03-07,9],login1``."""
+    """Return the first host in a node list of Slurm, such as gpu03 for ``gpu[03-07,9],login1``."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0])  # type: ignore[index]
 
 
@@ -194,7 +195,7 @@ def _of_open_mpi() -> Task | None:
 
 
 def _of_hydra() -> Task | None:
-    """Return the task that MPICH's or Intel's mpiexec started, or None for other launchers."""
+    """Return the MPI task of this process if MPICH's or Intel's mpiexec started it, or None if not."""
     if not {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"} <= os.environ.keys():
         return None
     ranks, locals_ = _number("PMI_SIZE", 1), _number("MPI_LOCALNRANKS", 1)
@@ -205,8 +206,9 @@ def _of_hydra() -> Task | None:
 
 
 def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job: str) -> Task:
-    """Return the description of an MPI process. MPI provides no addresses, so the master address is known
-    only on a single machine.
+    """Return the MPI task that this process belongs to.
+
+    MPI provides no addresses, so the master address is known only on a single machine.
     """
     address = "127.0.0.1" if ranks == locals_ else None
     return Task(launcher, rank, ranks, local, locals_, rank // locals_, address, zlib.crc32(job.encode()))
@@ -216,7 +218,7 @@ def _of_mpi(launcher: str, rank: int, ranks: int, local: int, locals_: int, job:
 
 
 def _of_trainer() -> Machine | None:
-    """Return the machine that Kubeflow's Trainer or PyTorchJob describes in its variables for torchrun."""
+    """Return the machine that Kubeflow's Trainer or PyTorchJob describes in torchrun's variables."""
     if "PET_NNODES" not in os.environ:
         return None
     address = os.environ.get("PET_MASTER_ADDR") or os.environ.get("MASTER_ADDR")
@@ -228,7 +230,7 @@ def _of_trainer() -> Machine | None:
 
 
 def _of_operator() -> Machine | None:
-    """Return the machine described by an operator that uses the ranks' variables to number machines, or None.
+    """Return the machine that an operator describes by variables that usually number ranks, or None.
 
     If LOCAL_RANK is a number, RANK is the rank of a process. AscendJob sets it to a list of the pod's NPUs.
     """
@@ -304,12 +306,12 @@ def _trains(argv: Sequence[str]) -> bool:
 
 
 def _devices() -> int:
-    """Count the pod's NPUs or GPUs by their device files, because torch is not imported yet."""
+    """Count the NPUs or GPUs of the pod by their device files, because torch is not imported yet."""
     return len(glob.glob("/dev/davinci[0-9]*")) or len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _be_alone(command: str, machine: Machine) -> None:
-    """Run a command typed in a pod's shell as a single process that does not join the distributed job."""
+    """Run a command that was typed in a pod's shell as a single process, outside the distributed job."""
     for name in RANKS:
         os.environ.pop(name, None)
     if machine.count > 1:
@@ -349,7 +351,7 @@ def _wait_for_table() -> None:
 
 
 def _status(path: Path) -> str | None:
-    """Return the status field of a rank table.
+    """Return the ``status`` field of a rank table.
 
     The result is ``initializing`` while the file is being written.
     """
@@ -363,7 +365,7 @@ def _status(path: Path) -> str | None:
 
 
 def _require_address() -> None:
-    """Check that the launcher provides a rendezvous address for the ranks.
+    """Check that the launcher has provided a rendezvous address for the ranks.
 
     Raises:
         UsageError: there are several ranks, and MASTER_ADDR is not set or MASTER_PORT is not a port.
@@ -386,7 +388,7 @@ def _require_address() -> None:
 
 
 def _number(name: str, default: int) -> int:
-    """Return a number from a launcher's environment variable.
+    """Return the number that a launcher's environment variable contains.
 
     Raises:
         UsageError: the value is not a number.

@@ -1,4 +1,4 @@
-"""Wait for the rendezvous store at MASTER_ADDR:MASTER_PORT, and explain why it cannot be reached.
+"""Wait for the rendezvous store at MASTER_ADDR:MASTER_PORT, and explain why it does not answer.
 
 A wrong address looks like a first machine that has not started yet: torch retries both for ten to fifteen
 minutes, and logs only C++ messages. Here a line every 20 seconds states the address, the number of attempts,
@@ -37,12 +37,12 @@ _FOREIGN = "the program there is not the run's store: "
 
 
 class NoAnswerError(UsageError):
-    """Raised when a rendezvous store cannot be reached in time."""
+    """Raised when a rendezvous store does not answer in time."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Describe the address of a run's rendezvous store and the process that waits for it.
+    """The address of a run's rendezvous store, and the process that waits for it.
 
     Attributes:
         who: the rank or machine that waits, with its host name.
@@ -71,7 +71,7 @@ def patience_for_others(told: float = 0.0) -> float:
 
 
 def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -> _T:
-    """Call ``connect`` as soon as a store answers at the address, and return its result.
+    """Call ``connect`` as soon as a store answers at the address, and return the result.
 
     Args:
         place: the address.
@@ -97,7 +97,7 @@ def connected(place: Place, connect: Callable[[], _T], *, speaks: bool = True) -
 
 
 def require_no_other_program(place: Place, *, speaks: bool = True) -> None:
-    """Wait while a program that is not a store answers at the address; a store may not be there yet.
+    """Wait while another program answers at the address, because the store may start there later.
 
     Raises:
         NoAnswerError: the program is still there when the wait is over.
@@ -139,7 +139,7 @@ def _wait(place: Place, refusal: Callable[[], str], speaks: bool) -> None:
 
 
 def joined(place: Place, missing: Callable[[], str]) -> None:
-    """Wait on the machine that serves the store until all other machines have joined.
+    """Wait, on the machine that serves the store, until all other machines have joined.
 
     Args:
         place: the address of the store.
@@ -165,7 +165,7 @@ def joined(place: Place, missing: Callable[[], str]) -> None:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Return True if a host name or address belongs to this machine."""
+    """Return True if a host name or address refers to this machine."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as trial:
@@ -200,7 +200,7 @@ def _refusal(host: str, port: int) -> str:
 
 
 def _fault_of_answer(connection: socket.socket) -> str:
-    """Send a ping of torch's store, and return what is wrong with the answer, or an empty string."""
+    """Send a ping to torch's store, and return what is wrong with the answer, or an empty string."""
     number = os.getpid() & 0xFFFFFFFF
     expected, got = struct.pack("=I", number), b""
     end = time.monotonic() + min(_ANSWER, _given() or _ANSWER)
@@ -227,7 +227,7 @@ def _resolved(host: str) -> str:
 
 
 def _hint(place: Place) -> tuple[str, float]:
-    """Return a known problem with the address, and the number of seconds to wait in that case."""
+    """Return a known problem with the address, and the number of seconds to wait in this case."""
     own = is_of_this_machine(place.host)
     if place.serves:
         return ("" if own else "; it is not an address of this machine, which serves the store"), _WRONG

@@ -1,4 +1,4 @@
-"""Print a user error as a single line when the process ends, even outside this project's commands.
+"""Print a user's error as a single line when the process ends, even outside this project's commands.
 
 ``megatron-npu`` catches these errors itself. With torch's entry point or ``import megatron_npu``, they reach
 the interpreter, which would print a long traceback.
@@ -21,7 +21,7 @@ def arm(
     *kinds: type[BaseException],
     traced: Callable[[BaseException], bool] | None = None,
 ) -> OneLineEnd:
-    """Install an exception hook that prints errors of these kinds as one line.
+    """Install an exception hook that prints errors of the given kinds as one line.
 
     Other errors are passed to the previous hook.
 
@@ -45,13 +45,13 @@ def arm(
 
 
 def disarm() -> None:
-    """Restore the previous exception hook, unless other code has installed its own hook in the meantime."""
+    """Restore the previous exception hook, unless other code has installed its own hook since then."""
     if isinstance(sys.excepthook, OneLineEnd):
         sys.excepthook.disarm()
 
 
 class OneLineEnd:
-    """Exception hook that prints user errors as one line.
+    """Exception hook that prints users' errors as one line.
 
     Args:
         mistake, others, traced: see ``arm``.
@@ -78,7 +78,7 @@ class OneLineEnd:
             sys.excepthook = self.former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print a user error as one line.
+        """Print a user's error as one line.
 
         Other errors are passed to the previous hook.
 

@@ -1,4 +1,4 @@
-"""Start Python child processes that find this package and ignore modules in the working directory.
+"""Start Python child processes that find this package and import nothing from the working directory.
 
 For ``-m`` and ``-c``, Python searches the working directory first, which another user may control.
 """
@@ -18,7 +18,7 @@ _RUN_MODULE = _FROM_ELSEWHERE + "import runpy; runpy.run_module(sys.argv.pop(1),
 
 
 def module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a module like ``python -m``.
+    """Return the command line that runs a module like ``python -m``.
 
     Args:
         name: the name of the module.
@@ -34,12 +34,12 @@ def module_flags(name: str) -> list[str]:
 
 
 def code(statement: str) -> list[str]:
-    """Return the command that runs a statement like ``python -c``."""
+    """Return the command line that runs a statement like ``python -c``."""
     return [sys.executable, "-c", _FROM_ELSEWHERE + statement]
 
 
 def search_path() -> str:
-    """Return the PYTHONPATH of a child, which contains this package and the user's entries.
+    """Return the PYTHONPATH for a child process, which contains this package and the user's entries.
 
     This package may not be installed. An installed package is not added, because its folder would shadow
     Python's own modules. Empty entries, as in ``export PYTHONPATH=$PYTHONPATH:/x``, are removed because they
@@ -59,5 +59,5 @@ def search_first(folder: str) -> None:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment with additional variables, for a child process."""
+    """Return the environment of this process with additional variables, for a child process."""
     return {**os.environ, "PYTHONPATH": search_path(), **variables}

@@ -1,4 +1,4 @@
-"""Run this project's statements in processes that ``multiprocessing`` spawns with a new interpreter.
+"""Run statements of this project in processes that ``multiprocessing`` spawns with a new interpreter.
 
 A spawned child runs the main script again under another name, so it imports Megatron. Examples are writers of
 asynchronous checkpoints, their result server, and data-loader workers. If the package is installed, torch's
@@ -24,14 +24,14 @@ _FLAGS = "_args_from_interpreter_flags"
 
 
 def run_first(statement: str) -> None:
-    """Make every child process that is spawned later run a statement before its own code."""
+    """Make every child process that is spawned from now on run a statement before its own code."""
     statements = arm().statements
     if statement not in statements:
         statements.append(statement)
 
 
 def arm() -> _Command:
-    """Make every child process that is spawned later import this package first, from the same location.
+    """Make every child process that is spawned from now on import this package first, from the same location.
 
     A second call has no effect.
 
@@ -75,7 +75,7 @@ class _Flags:
 
 
 class _Command:
-    """Replace Python's ``get_command_line`` with a version that runs additional statements first.
+    """Replacement for Python's ``get_command_line`` that makes the child run additional statements first.
 
     Args:
         original: Python's function.

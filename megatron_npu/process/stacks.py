@@ -48,10 +48,13 @@ def _is_free(usr1: signal.Signals) -> bool:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing. ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed."""
+    """Do nothing when the signal arrives, because ``faulthandler`` prints the stacks.
+
+    ``signal.set_wakeup_fd`` notifies a thread only if a Python-level handler is installed.
+    """
 
 
 def print_now() -> None:
-    """Print the stacks of all threads."""
+    """Print the stacks of all threads to stderr."""
     if sys.__stderr__ is not None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

@@ -1,4 +1,4 @@
-"""Log which machine torchrun is waiting for.
+"""Log which machines torchrun is waiting for.
 
 By itself, torchrun logs only C++ messages for up to fifteen minutes.
 
@@ -34,8 +34,9 @@ _PAUSE = 1.0
 
 
 def watch() -> None:
-    """Start the reporting thread if this process is a torchrun that waits for machines. A second call has no
-    effect.
+    """Start the thread that logs missing machines, if this process is a torchrun that waits for machines.
+
+    A second call has no effect.
     """
     words = _options(sys.orig_argv)
     if words and not any(thread.name == _THREAD for thread in threading.enumerate()):
@@ -43,7 +44,7 @@ def watch() -> None:
 
 
 def _options(command: Sequence[str]) -> list[str]:
-    """Return torchrun's own options if the command line starts this package with torchrun.
+    """Return torchrun's own options, if the command line starts this package with torchrun.
 
     Otherwise the result is empty.
     """
@@ -92,7 +93,7 @@ def _has_started_ranks() -> str:
 
 
 def _place(words: Sequence[str]) -> meeting_place.Place | None:
-    """Return the rendezvous address of a job on several machines, or of ``c10d`` on one.
+    """Return the rendezvous address of a job on several machines or of a ``c10d`` job on one machine.
 
     Return None on a single machine without such an address, and for other rendezvous backends.
     """
@@ -121,14 +122,14 @@ def _is_of_several(words: Sequence[str]) -> bool:
 
 
 def _patience(words: Sequence[str]) -> float:
-    """Return the longest wait in seconds that ``--rdzv-conf`` specifies (``join_timeout=1800``), or 0."""
+    """Return the longest wait, in seconds, that ``--rdzv-conf`` specifies (``join_timeout=1800``), or 0."""
     pairs = (pair.partition("=") for pair in _value(words, "rdzv-conf", "").split(","))
     waits = (value.strip() for name, _, value in pairs if name.strip() in _TIMEOUTS)
     return float(max((digits.number(wait) or 0 for wait in waits), default=0))
 
 
 def _value(words: Sequence[str], name: str, default: str) -> str:
-    """Return the value of a torchrun option.
+    """Return the value of an option of torchrun.
 
     torchrun also reads ``PET_…`` variables, and accepts both - and _ in names.
     """

@@ -1,4 +1,4 @@
-"""Manage private cache folders from which code is loaded and to which no other user can write.
+"""Manage private cache folders for code that is loaded, to which no other user can write.
 
 A folder is opened and checked, files are opened relative to it, and the loader receives the open file, so
 that replacing a name in between has no effect. A library ends with a digest of its content, so that a
@@ -39,7 +39,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file s
 
 
 def root() -> Path:
-    """Return this project's folder in the user's cache, which may not exist.
+    """Return this project's folder in the user's cache, which need not exist.
 
     The folder is the one that ``platformdirs`` returns on Linux, without that dependency.
 
@@ -85,7 +85,7 @@ def opened(path: Path, remedy: str, within: int | None = None) -> Iterator[int]:
 
 
 def require_own_path(folder: Path, remedy: str) -> None:
-    """Check that no other user can replace a private folder with another one.
+    """Check that no other user can replace a private folder with another folder.
 
     Use it for folders that other programs open by their path instead of by a descriptor.
 
@@ -108,7 +108,7 @@ def require_own_path(folder: Path, remedy: str) -> None:
 
 
 def _unmapped() -> int:
-    """Return the user id that a container shows for unmapped users, such as its machine's root.
+    """Return the user id that represents unmapped users in a container, such as the root user of its machine.
 
     Where all users are mapped, as on a plain machine, this id is that of an ordinary user, ``nobody``.
     """
@@ -121,7 +121,7 @@ def _unmapped() -> int:
 
 
 def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
-    """Return the error for a cache folder that the file system cannot use."""
+    """Return the error for a cache folder that cannot be created or written to."""
     return UsageError(
         f"the cache {path} cannot be used ({error.strerror or error}); it must be a directory that this "
         "user can create and write to",
@@ -183,7 +183,7 @@ def seal(folder: int, name: str) -> None:
 
 
 def is_whole(descriptor: int) -> bool:
-    """Return True if a library file ends with the digest of its content, so that it is complete."""
+    """Return True if a library file is complete, which means that it ends with the digest of its content."""
     content = memoryview(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     before, end = content[:-_SEALED], content[-_SEALED:]
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
@@ -209,7 +209,7 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
 
 def note_use(descriptor: int) -> None:
-    """Set the modification time of a file or folder to now, for ``is_unused``.
+    """Set the modification time of a file or folder to now, so that ``is_unused`` returns False.
 
     Files that belong to root are skipped.
     """
@@ -219,7 +219,7 @@ def note_use(descriptor: int) -> None:
 
 
 def is_unused(entry: os.DirEntry[str]) -> bool:
-    """Return True if the file has not been loaded for a month."""
+    """Return True if a file has not been loaded for a month."""
     with contextlib.suppress(OSError):
         return time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNUSED
     return False
@@ -227,7 +227,7 @@ def is_unused(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, remedy: str, waits: Callable[[], object], longest: float = -1) -> Iterator[None]:
-    """Allow only one process at a time into the block.
+    """Allow only one process at a time to run the ``with`` block.
 
     On a file system without locks, all processes are allowed.
 

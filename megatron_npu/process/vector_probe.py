@@ -1,4 +1,4 @@
-"""Replace ``subprocess`` in the torch inductor module that probes the processor's vector instructions.
+"""Replace ``subprocess`` in torch inductor's module that probes the processor's vector instructions.
 
 To find out which vector instructions work, torch (2.13 and earlier) starts ``python -c``, which searches the
 working directory for modules first. That folder may belong to another user. While the guard is on, that
@@ -25,17 +25,17 @@ def __getattr__(name: str) -> Any:
 
 
 def run(command: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a command like ``subprocess.run``."""
+    """Run a command as ``subprocess.run`` does, but without importing from the working directory."""
     return subprocess.run(_elsewhere(command), **options)
 
 
 def check_call(command: Any, **options: Any) -> int:
-    """Run a command like ``subprocess.check_call``, which older versions of torch use."""
+    """Run a command as ``subprocess.check_call`` does, but without importing from the working directory."""
     return subprocess.check_call(_elsewhere(command), **options)
 
 
 def check_output(command: Any, **options: Any) -> Any:
-    """Run a command like ``subprocess.check_output``."""
+    """Run a command as ``subprocess.check_output`` does, but without importing from the working directory."""
     return subprocess.check_output(_elsewhere(command), **options)
 
 
@@ -49,7 +49,7 @@ def _elsewhere(command: Any) -> Any:
 
 
 def guard(module: ModuleType) -> None:
-    """Make inductor's module start its probe programs through this module.
+    """Make a torch inductor module use the functions in this module in place of ``subprocess``.
 
     A second call has no effect.
     """
@@ -57,5 +57,5 @@ def guard(module: ModuleType) -> None:
 
 
 def release() -> None:
-    """Restore inductor's original ``subprocess`` module."""
+    """Restore the original ``subprocess`` module in the torch inductor module that ``guard`` changed."""
     _replaced.undo()

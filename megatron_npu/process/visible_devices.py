@@ -1,4 +1,4 @@
-"""Read ``CUDA_VISIBLE_DEVICES`` and equivalent variables, which limit the devices of a process."""
+"""Read ``CUDA_VISIBLE_DEVICES`` and equivalent variables, which restrict a process to some devices."""
 
 from __future__ import annotations
 

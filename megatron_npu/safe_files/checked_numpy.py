@@ -1,4 +1,4 @@
-"""Check the numpy values in a file before constructing them.
+"""Check numpy values in a file before they are constructed.
 
 A checkpoint stores arrays (the state of numpy's random generator) as calls of numpy's ``_reconstruct``,
 ``scalar`` and ``__setstate__``, which torch's reader executes if numpy's names are declared safe. They are
@@ -38,19 +38,21 @@ class CheckedDtype:
         self.dtype = np.dtype(str(kind))
 
     def __setstate__(self, state: Any) -> None:
-        """Accept the byte order of ``(version, byte order, None, None, None, …)``, and reject fields."""
+        """Accept a state ``(version, byte order, None, None, None, …)``, which sets the byte order, and
+        reject fields.
+        """
         plain = isinstance(state, tuple) and len(state) >= 5 and state[1] in _BYTE_ORDERS
         _check(plain and not any(field is not None for field in state[2:5]), "a dtype with several fields")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class CheckedArray(np.ndarray):
-    """Replacement for ``numpy.ndarray`` that checks that the data has as many numbers as the shape
+    """Replacement for ``numpy.ndarray`` that checks that the data has as many values as the shape
     requires.
     """
 
     def __setstate__(self, state: Any) -> None:
-        """Accept ``(version, shape, dtype, Fortran order, bytes)``."""
+        """Accept a state ``(version, shape, dtype, Fortran order, bytes)``."""
         _check(isinstance(state, tuple) and len(state) == 5, "an array with another layout")
         _, shape, kind, fortran, content = state
         _check(isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape), "a shape")
@@ -61,18 +63,18 @@ class CheckedArray(np.ndarray):
         super().__setstate__((1, shape, kind.dtype, bool(fortran), content))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        """Pickle the array as a plain array."""
+        """Pickle the array as an ordinary numpy array."""
         return self.view(np.ndarray).__reduce__()
 
 
 def _reconstruct(kind: object, shape: object, dtype: object) -> CheckedArray:
-    """Return an empty array that ``CheckedArray.__setstate__`` fills."""
+    """Return an empty array, which ``CheckedArray.__setstate__`` fills."""
     _check(kind is CheckedArray, "an array of an unsupported kind")
     return np.ndarray.__new__(CheckedArray, (0,), np.int8)
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """Return the number that the bytes represent."""
+    """Return the number that the given bytes represent."""
     _check(isinstance(kind, CheckedDtype) and isinstance(content, bytes), "an object")
     _check(len(content) == kind.dtype.itemsize, "a truncated number")
     return np.frombuffer(content, kind.dtype)[0]

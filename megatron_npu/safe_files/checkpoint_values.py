@@ -1,4 +1,4 @@
-"""Load the non-tensor values in checkpoints of older Megatron versions without executing code."""
+"""Load values other than tensors from checkpoints of older Megatron versions without executing code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.safe_files import safe_load
 
 @contextlib.contextmanager
 def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
-    """Restrict upstream's checkpoint loading inside the block to tensors, numbers and arguments.
+    """Restrict upstream's loading of checkpoints inside the ``with`` block to tensors, numbers and arguments.
 
     Args:
         load_dir: the folder of the checkpoint.
@@ -41,7 +41,7 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
 
 
 def harmless() -> list[Any]:
-    """Return the types that torch may build: arguments, numpy's random state and old loss scalers."""
+    """Return the types that torch may construct: arguments, numpy's random state and old loss scalers."""
     from megatron.fp16_deprecated import loss_scaler
 
     multiarray = getattr(numpy, "_core", None) or numpy.core

@@ -1,4 +1,4 @@
-"""Reject archives that torch would expand to far more memory than the file has bytes.
+"""Reject archives whose content would take up far more memory than the file has bytes.
 
 ``torch.save`` stores its records without compression, so the records are together as large as the file. A
 file from elsewhere can be compressed a thousandfold, or name the same bytes in many records.
@@ -27,7 +27,7 @@ class ExpandedSizeError(UsageError):
 
 
 def require_plausible(stream: IO[bytes]) -> None:
-    """Check the size of an archive's records before torch reads them; the stream's position is kept.
+    """Check the sizes of an archive's records before torch reads them, without moving the stream's position.
 
     Raises:
         ExpandedSizeError: the records are too large.
@@ -51,7 +51,7 @@ def require_plausible(stream: IO[bytes]) -> None:
 
 
 class _CheckedReader(serialization._open_zipfile_reader):
-    """torch's reader of archives, behind ``require_plausible``."""
+    """A reader of archives that calls ``require_plausible`` before torch's own reader."""
 
     def __init__(self, name_or_buffer: Any) -> None:
         if not isinstance(name_or_buffer, str | os.PathLike):
@@ -60,13 +60,13 @@ class _CheckedReader(serialization._open_zipfile_reader):
 
 
 def check_in(replaced: Replaced) -> None:
-    """Let ``torch.load`` check each archive until the replacement is undone."""
+    """Make ``torch.load`` check each archive until the replacement is undone."""
     replaced.set(serialization, READER, _CheckedReader)
 
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Let ``torch.load`` check each archive inside the block."""
+    """Make ``torch.load`` check each archive inside the ``with`` block."""
     replaced = Replaced()
     check_in(replaced)
     try:

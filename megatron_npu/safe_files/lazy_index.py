@@ -1,4 +1,4 @@
-"""Convert indices of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
+"""Convert the index files of Megatron-LM's ``--dataset-impl lazy`` and ``cached`` to the current format.
 
 Megatron-LM supported both from 2019 to 2023. Both use one format and differ in how upstream reads it. The
 ``.bin`` file is that of ``mmap``: the tokens of all sequences. The ``.idx`` file is little-endian
@@ -50,7 +50,7 @@ def is_lazy(index: str | Path) -> bool:
 
 
 def pieces(lengths: np.ndarray, sequences: np.ndarray, code: int, itemsize: int) -> Iterator[bytes]:
-    """Yield the bytes of a ``lazy`` index.
+    """Yield the bytes of a ``lazy`` index, piece by piece.
 
     Args:
         lengths: [S], the number of tokens of each sequence.
@@ -89,7 +89,7 @@ def mapped(index: str | Path) -> Iterator[str | Path]:
 
 
 def _as_mapped(path: Path) -> bytes:
-    """Return the bytes of an equivalent index in the current format."""
+    """Return the bytes of the equivalent index in the current format."""
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Replace pickle in torch's dynamic rendezvous, so that it builds only torch's own state.
+"""Replace pickle in torch's dynamic rendezvous with a reader that constructs only torch's own state.
 
 With ``--standalone`` or ``--rdzv-backend c10d``, torchrun unpickles a value in a store to which every
 account of the machine can connect. While the guard is on, that module uses this module in the place of
@@ -25,10 +25,10 @@ _replaced = Replaced()
 
 
 class _StateUnpickler(DataUnpickler):
-    """Unpickler that builds rendezvous nodes, their times, and the state that lists them."""
+    """Unpickler that constructs rendezvous nodes, their times, and the state that contains them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the named class.
+        """Return the class with the given name if the state of a rendezvous may contain it.
 
         Raises:
             UnpicklingError: the value names something else.
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def loads(value: bytes) -> Any:
-    """Load the state of a rendezvous.
+    """Load the state of a rendezvous from bytes.
 
     Raises:
         RendezvousStateError: torch's error; the value is damaged, or names other classes or functions.

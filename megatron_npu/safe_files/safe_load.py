@@ -1,4 +1,4 @@
-"""Load files written by torch or pickle without executing code.
+"""Load files that were written by torch or pickle without executing code.
 
 ``read`` is for files of Megatron-LM: Megatron and Python types become inert values, and names that are not
 listed are rejected. ``allowing`` is for upstream's own loading.
@@ -56,7 +56,7 @@ class Inert:
         self.given = given
 
     def __setstate__(self, state: object) -> None:
-        """Ignore the state."""
+        """Ignore the state that the file contains."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.given}"
@@ -85,7 +85,7 @@ def _is_archive(file: Path) -> bool:
 
 
 def read_part(content: bytes, file: Path, harmless: frozenset[str]) -> Any:
-    """Read bytes inside ``file`` in the same way as ``read``, including nested ``torch.save`` content."""
+    """Read bytes inside ``file`` as ``read`` does, including nested files written by ``torch.save``."""
     return _read(io.BytesIO(content), file, harmless, mmap=False)
 
 
@@ -106,7 +106,7 @@ def _read(source: Path | IO[bytes], file: Path, harmless: frozenset[str], *, mma
 
 
 def refused_name(error: BaseException) -> str:
-    """Return the name that torch refused to build, or the reason why torch could not read the file."""
+    """Return the name that torch refused to construct, or the reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
     return f"the file names {named[1]}" if named else text
@@ -134,7 +134,7 @@ def names_in_pickle(stream: IO[bytes]) -> set[str]:
 
 @contextlib.contextmanager
 def weights_only() -> Iterator[None]:
-    """Make ``torch.load`` read only data, regardless of its arguments and the environment.
+    """Make ``torch.load`` read only data, regardless of its arguments and of the environment.
 
     numpy values are checked before they are built; see ``checked_numpy``.
     """
@@ -153,13 +153,13 @@ def weights_only() -> Iterator[None]:
 
 
 def _is_numpys(entry: Any) -> bool:
-    """Return True if an entry in torch's list of safe globals is for a name of numpy."""
+    """Return True if an entry in torch's list of safe globals belongs to numpy."""
     name = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}."
     return name.partition(".")[0] == "numpy"
 
 
 def refusal(file: Path, reason: str) -> UsageError:
-    """Return the error for a rejected file."""
+    """Return the error that reports a file as rejected."""
     return UsageError(
         f"{file} cannot be loaded safely: {reason}; only types that Megatron-LM saves are accepted",
         remedy="Do not load a file that you do not trust.",
@@ -168,7 +168,8 @@ def refusal(file: Path, reason: str) -> UsageError:
 
 @contextlib.contextmanager
 def allowing(*entries: Any, alone: bool = False) -> Iterator[None]:
-    """Allow torch to build these types inside the block, and restore its previous list afterwards.
+    """Allow torch to construct the given types inside the ``with`` block, and restore its previous list
+    afterwards.
 
     ``torch.serialization.safe_globals`` (2.13) removes its entries afterwards, even if they were allowed
     before; megatron-core allows its classes for the whole process when it is imported.

@@ -1,4 +1,5 @@
-"""Replace numpy in upstream modules that use index files, with no pickle and with atomic writes.
+"""Replace numpy in upstream modules that use index files with functions that avoid pickle and write
+atomically.
 
 This module replaces numpy in the globals of those modules; all other names are numpy's own.
 """
@@ -19,7 +20,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 class DamagedIndexError(UsageError, ValueError):
-    """Raised when an index file has content that upstream never writes.
+    """Raised when an index file contains something that upstream never writes.
 
     Args:
         file: the path of the file.
@@ -39,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load an array like ``numpy.load``, but without unpickling.
+    """Load an array as ``numpy.load`` does, but without unpickling.
 
     Raises:
         DamagedIndexError: the file is truncated, or not a numpy file.
@@ -60,7 +61,7 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pickled(file: Path) -> set[str]:
-    """Return the names in an index file that is a pickle or a numpy file with an array of objects."""
+    """Return the names in an index file that is a pickle, or a numpy file with an array of objects."""
     with contextlib.suppress(Exception), open(file, "rb") as stream:
         if stream.read(len(_MAGIC)) == _MAGIC:
             stream.seek(0)
@@ -75,7 +76,7 @@ def _pickled(file: Path) -> set[str]:
 
 
 def save(file: str, array: Any, **_: Any) -> None:
-    """Save an array like ``numpy.save``, using a temporary file that is renamed when it is complete.
+    """Save an array as ``numpy.save`` does, using a temporary file that is renamed when it is complete.
 
     Raises:
         ValueError: the array contains Python objects.

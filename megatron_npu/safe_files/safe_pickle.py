@@ -1,4 +1,4 @@
-"""Replace pickle in upstream modules with pickled arrays, so that only plain data is built.
+"""Replace pickle in upstream modules that store pickled arrays, so that only plain data is constructed.
 
 The data are numbers, strings, dicts and arrays. This module replaces pickle in the globals of those modules;
 all other names are pickle's own.
@@ -18,10 +18,10 @@ _ALLOWED = {name: value for value, name in checked_numpy.ENTRIES}
 
 
 class _ArrayUnpickler(DataUnpickler):
-    """Unpickler that builds numpy values after checking them."""
+    """Unpickler that constructs numpy values after checking them."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the checked replacement for a numpy name.
+        """Return the checked replacement for a name of numpy.
 
         Raises:
             UnpicklingError: the file names something else.
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load(stream: IO[bytes]) -> Any:
-    """Load an object like ``pickle.load``, but build only data.
+    """Load an object as ``pickle.load`` does, but construct only data.
 
     Raises:
         UsageError: the file is damaged, or names other classes or functions.

@@ -1,4 +1,4 @@
-"""Restrict the types that torch's distributed checkpoint reader may unpickle.
+"""Restrict the types that torch's reader of distributed checkpoints may unpickle.
 
 ``torch.distributed.checkpoint`` unpickles two things without restrictions: ``.metadata``, and non-tensors
 inside a ``.distcp`` file (such as random generator states). While the guard is on, torch's two modules use a
@@ -50,7 +50,7 @@ _replaced = Replaced()
 
 
 def refusal(what: str, reason: str) -> UsageError:
-    """Return the error for a rejected part of a checkpoint.
+    """Return the error that reports part of a checkpoint as rejected.
 
     The error is also stored for ``last_refusal``.
 
@@ -68,7 +68,7 @@ def refusal(what: str, reason: str) -> UsageError:
 
 
 def last_refusal() -> UsageError | None:
-    """Return the error stored since the last call.
+    """Return the error that has been stored since the last call, or None.
 
     torch passes on only the message of an error.
     """
@@ -76,7 +76,7 @@ def last_refusal() -> UsageError | None:
 
 
 class _MetadataUnpickler(DataUnpickler):
-    """Unpickler that builds only the types that torch writes into ``.metadata``."""
+    """Unpickler that constructs only the types that torch writes to ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a type that is listed in ``_OF_METADATA``.
@@ -154,7 +154,8 @@ def stored_value(folder: Path, key: str) -> bytes:
 
 @functools.cache
 def allow_values() -> None:
-    """Allow torch to build the values that Megatron scripts store beside tensors, as megatron-core 0.14 does.
+    """Allow torch to construct the values that Megatron scripts store beside tensors, as megatron-core 0.14
+    does.
 
     Types that only a newer Megatron has, such as an enumeration of 0.18, become inert values, because weights
     do not need them.
@@ -171,13 +172,13 @@ def allow_values() -> None:
 
 
 def _load_value(stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a non-tensor value of a Megatron checkpoint with ``torch.load``."""
+    """Load a value other than a tensor from a Megatron checkpoint with ``torch.load``."""
     allow_values()
     return _load_plain(stream, *args, **kwargs)
 
 
 def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load a non-tensor value with ``torch.load``."""
+    """Load a value other than a tensor with ``torch.load``."""
     try:
         with safe_load.weights_only():
             return torch.load(stream, *args, **{**kwargs, "weights_only": True})
@@ -186,7 +187,7 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Module:
-    """View of a module in which some names are replaced."""
+    """A view of a module in which some names are replaced."""
 
     def __init__(self, module: ModuleType, **own: Any) -> None:
         self._module = module
@@ -197,7 +198,7 @@ class _Module:
 
 
 def guard(of_megatron: bool = True) -> None:
-    """Restrict torch's reader to the listed types.
+    """Restrict torch's reader of distributed checkpoints to the listed types.
 
     Args:
         of_megatron: whether to also allow the types that Megatron scripts store beside tensors, for which
@@ -217,7 +218,7 @@ def _put(place: ModuleType, name: str, **own: Any) -> None:
 
 @contextlib.contextmanager
 def without_logged_tracebacks() -> Iterator[None]:
-    """Prevent torch from logging a traceback for an unreadable ``.metadata`` inside the block.
+    """Prevent torch from logging a traceback for an unreadable ``.metadata`` file inside the ``with`` block.
 
     The error that it raises contains the same information.
     """
@@ -234,10 +235,10 @@ def _not_of_torchs_loader(record: logging.LogRecord) -> bool:
 
 
 def guarding() -> bool:
-    """Return True if the restriction of torch's reader is active."""
+    """Return True if torch's reader of distributed checkpoints is currently restricted."""
     return bool(_replaced)
 
 
 def release() -> None:
-    """Restore the original modules in torch's reader."""
+    """Restore the original modules in torch's reader of distributed checkpoints."""
     _replaced.undo()

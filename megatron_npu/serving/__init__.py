@@ -1,1 +1,1 @@
-"""``megatron-npu serve``: serve a trained model over HTTP with OpenAI's completions API and a web page."""
+"""Serve a trained model over HTTP with OpenAI's completions API and a web page: ``megatron-npu serve``."""

@@ -38,7 +38,7 @@ def error(problem: BadRequestError) -> Json:
 
 
 def _writable(value: Any) -> Any:
-    """Replace lone surrogates in a string.
+    """Replace lone surrogates in a string, because UTF-8 cannot represent them.
 
     JSON can represent them, but UTF-8 cannot.
     """
@@ -73,11 +73,13 @@ class Completion:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """The prefix of the response's id, and the object names of whole responses and of chunks."""
+        """The prefix of the response's id, and the names of its object types for whole responses and for
+        chunks.
+        """
         return "cmpl", "text_completion", "text_completion"
 
     def add(self, event: Piece | Read) -> None:
-        """Add a piece of a text, or the scores of the prompts, to the response."""
+        """Add a piece of text, or the scores of the prompts, to the response."""
         if isinstance(event, Read):
             self.scores = event.scores
             return
@@ -86,7 +88,7 @@ class Completion:
         self.finishes[event.row] = event.finish or self.finishes[event.row]
 
     def whole(self) -> Json:
-        """Return the whole response after all pieces have been added."""
+        """Return the whole response, after all pieces have been added."""
         choices = []
         for row, text in enumerate(self.texts):
             sample = self.samples[row]
@@ -99,7 +101,7 @@ class Completion:
         return self.echo() if self.request.echo and not self.request.scored else []
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return the stream chunks for an event: a prompt's scores or a piece of text."""
+        """Return the chunks of a stream for one event: a prompt's scores or a piece of text."""
         if isinstance(event, Read):
             return self.echo()
         tokens = range(0)
@@ -125,7 +127,7 @@ class Completion:
         return {**self._head(self.kinds[2]), "choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the token counts. A prompt is counted once for all of its completions."""
+        """Return the token counts, in which a prompt is counted once for all of its completions."""
         prompts = sum(len(prompt) for prompt in self.job.prompts[:: self.request.n])
         added = sum(len(sample.tokens) for sample in self.samples if sample)
         return {"prompt_tokens": prompts, "completion_tokens": added, "total_tokens": prompts + added}
@@ -141,7 +143,7 @@ class Completion:
         return {**self._head(self.kinds[2]), "choices": [choice]}
 
     def _read(self, row: int) -> Score | None:
-        """Return the scores of a prompt if they are part of the response, or None."""
+        """Return the scores of a prompt if the response contains them, or None."""
         is_shown = self.request.prompts[row // self.request.n] is not None
         return self.scores[row] if self.scores is not None and is_shown else None
 
@@ -159,7 +161,7 @@ class Completion:
         return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, row: int, read: Score | None, sample: Sample | None, tokens: range) -> Json:
-        """Return the log-probabilities of prompt tokens and generated tokens.
+        """Return the log-probabilities of the tokens in the prompt and in the generated text.
 
         The first token of a prompt has none.
         """
@@ -181,7 +183,7 @@ class Completion:
         }
 
     def added(self, sample: Sample, place: int) -> int:
-        """Return the generated token at an index.
+        """Return the generated token with the given index.
 
         After the last one, return the end token that ended the text.
         """
@@ -200,7 +202,7 @@ class Completion:
 
 
 class Offsets:
-    """Computes the character offsets of the tokens that follow a prompt.
+    """Computes the positions, in characters, of the tokens that follow a prompt.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -212,7 +214,7 @@ class Offsets:
         self._places = [0]
 
     def of(self, tokens: Sequence[int], place: int) -> int:
-        """Return the character offset of the token at a position.
+        """Return the position, in characters, of the token with the given index.
 
         ``tokens`` are the tokens of the text so far.
         """

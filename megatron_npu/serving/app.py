@@ -1,4 +1,4 @@
-"""Define the HTTP layer, which handles routes, limits and clients that disconnect.
+"""Define the HTTP layer of the server, which handles routes, limits and clients that disconnect.
 
 This layer accesses the model only through the engine.
 """
@@ -81,7 +81,7 @@ async def _http_refusal(request: Request, problem: HTTPException) -> Response:
 
 
 class _Site:
-    """Handlers of the web application's routes."""
+    """The functions that handle the routes of the web application."""
 
     def __init__(self, engine: Engine, name: str, max_body: int, max_texts: int) -> None:
         self.engine, self.name = engine, name
@@ -94,7 +94,9 @@ class _Site:
         return Response(content, media_type=kind, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Report that the server is running, and the numbers of unfinished requests and generated tokens."""
+        """Respond that the server is running, with the numbers of unfinished requests and of generated
+        tokens.
+        """
         engine = self.engine
         return JSONResponse({"status": "ok", "requests": engine.waiting, "tokens": engine.tokens})
 
@@ -119,7 +121,7 @@ class _Site:
         return await self._answer(request, self._chat_completion(asked))
 
     async def _answer(self, request: Request, completion: Completion) -> Response:
-        """Submit a completion to the engine, and respond with the whole result or with a stream."""
+        """Submit a completion to the engine, and respond with the whole result or a stream."""
         self.engine.submit(completion.job)
         events = _events(request, completion.job)
         if completion.request.stream:
@@ -129,7 +131,7 @@ class _Site:
         return JSONResponse(completion.whole())
 
     async def _body(self, request: Request) -> bytes:
-        """Read and return the body of a request.
+        """Read the body of a request, and return it.
 
         Raises:
             BadRequestError: the body is too large, arrives too slowly, does not arrive before the server
@@ -187,7 +189,7 @@ class _Site:
             )
 
     def _completion(self, asked: CompletionRequest) -> Completion:
-        """Return an empty response to a completion request, together with its job.
+        """Return the job for a completion request, and the response to which the job's results are added.
 
         Raises:
             BadRequestError: the model cannot process the request.
@@ -205,7 +207,7 @@ class _Site:
         return Completion(asked, job, self.name, model.tokenizer, echoes)
 
     def _chat_completion(self, asked: ChatRequest) -> ChatCompletion:
-        """Return an empty response to a chat request, together with its job.
+        """Return the job for a chat request, and the response to which the job's results are added.
 
         Raises:
             BadRequestError: the checkpoint has no chat template, the template rejects the messages, or the
@@ -243,7 +245,7 @@ class _Site:
 
 
 def _options(asked: CompletionRequest) -> Options:
-    """Return the sampling options of a request.
+    """Return the sampling options that a request contains.
 
     Without a seed, each request generates different texts.
     """

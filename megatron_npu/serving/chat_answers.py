@@ -13,7 +13,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
 
 
 class ChatCompletion(Completion):
-    """Response to a chat request.
+    """The response to a chat request.
 
     The response omits the end token, which is not part of the text.
     """
@@ -23,7 +23,7 @@ class ChatCompletion(Completion):
         return "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Return the first chunk of each text, which names the assistant's role."""
+        """Return the first chunk of each text, which names the role of the assistant."""
         begin: Json = {"role": "assistant", "content": ""}
         rows = range(len(self.texts))
         return [
@@ -32,7 +32,7 @@ class ChatCompletion(Completion):
         ]
 
     def pieces(self, event: Piece | Read) -> list[Json]:
-        """Return the chunks of a stream for an event."""
+        """Return the chunks of a stream for one event."""
         told = super().pieces(event)
         for piece in told:
             for choice in piece["choices"]:

@@ -1,4 +1,4 @@
-"""Parse and check requests of ``/v1/chat/completions``, without depending on HTTP or the model."""
+"""Parse and check requests to ``/v1/chat/completions``, independently of HTTP and of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Valid chat request.
+    """A chat request that has been checked.
 
     Whether it is compatible with the model and its template is checked later.
 
@@ -54,7 +54,7 @@ class ChatRequest:
 
 
 def parse(body: bytes) -> ChatRequest:
-    """Parse the chat request in a request body.
+    """Parse the chat request in the body of an HTTP request.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.

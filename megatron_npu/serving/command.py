@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
-    """Serve until a signal arrives: this thread generates texts, and another thread handles HTTP."""
+    """Serve until a signal arrives; this thread generates texts, and another thread handles HTTP."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
     at = Address(given.host, given.port)
@@ -134,7 +134,7 @@ def _answer(server: Any, listener: socket.socket, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def _until_signal(engine: Engine) -> Any:
-    """Make SIGINT and SIGTERM stop the engine inside the block."""
+    """Make SIGINT and SIGTERM stop the engine inside the ``with`` block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         engine.stop()
@@ -148,7 +148,7 @@ def _until_signal(engine: Engine) -> Any:
 
 
 def _announce(name: str, at: Address, listener: socket.socket) -> None:
-    """Print the server's address, and a warning if other machines can reach it."""
+    """Print the address of the server, and a warning if other machines can reach it."""
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)

@@ -1,4 +1,4 @@
-"""Parse and check requests of ``/v1/completions``, without depending on HTTP or the model."""
+"""Parse and check requests to ``/v1/completions``, independently of HTTP and of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Prompt = str | list[int] | None  # None: text that begins with nothing
 
 
 class BadRequestError(Exception):
-    """Raised when a request cannot be answered.
+    """Raised when the server cannot answer a request because the request is invalid.
 
     Args:
         message: a description of what was given and what was expected.
@@ -40,7 +40,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """Valid completion request.
+    """A completion request that has been checked.
 
     Whether it is compatible with the model is checked later.
 
@@ -80,7 +80,7 @@ class CompletionRequest:
 
 
 def parse(body: bytes) -> CompletionRequest:
-    """Parse the completion request in a request body.
+    """Parse the completion request in the body of an HTTP request.
 
     Raises:
         BadRequestError: the body is not JSON, or a field has the wrong type or value.
@@ -103,7 +103,8 @@ def parse(body: bytes) -> CompletionRequest:
 
 
 def common(fields: Fields) -> dict[str, Any]:
-    """Return the fields that completions and chats share, such as model, sampling options and stop strings.
+    """Return the fields that completions and chats share, such as the model, sampling options and stop
+    strings.
 
     Raises:
         BadRequestError: a field has the wrong type or value.
@@ -127,11 +128,11 @@ def _no_constant(name: str) -> None:
 
 
 class Fields:
-    """Fields of a request, with a record of those that have been read."""
+    """The fields of a request, with a record of which of them have been read."""
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
-        """Parse a request body into fields.
+        """Parse the body of a request into fields.
 
         Raises:
             BadRequestError: the body is not a JSON object.
@@ -148,7 +149,7 @@ class Fields:
         self._rest = dict(values)
 
     def take(self, name: str, kind: type | tuple[type, ...]) -> Any:
-        """Return the value of a field, or None if the field is missing or null."""
+        """Return the value of a field, or None if the field is missing or its value is null."""
         value = self._rest.pop(name, None)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if value is None or type(value) in kinds:
@@ -184,13 +185,13 @@ _WORDS |= {float: "a number"}
 
 
 def shown(value: object) -> str:
-    """Format a value for messages."""
+    """Format a value for use in messages."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Return the prompts from a string, ids, or a list of either.
+    """Return the prompts of a request, which may be given as a string, as ids, or as a list of either.
 
     None stands for unconditional generation.
     """
@@ -223,7 +224,7 @@ def _text(value: str | None) -> str | None:
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    """Return the stop strings from null, a string or a list of strings.
+    """Return the stop strings of a request, which may be given as null, a string or a list of strings.
 
     Raises:
         BadRequestError: there are too many stop strings, or values of another type.
@@ -241,5 +242,5 @@ def _is_stop(value: Any) -> bool:
 
 
 def in_words(error: UsageError, param: str | None = None) -> BadRequestError:
-    """Convert an error of a command to an error for a client, without advice about flags."""
+    """Convert the error of a command to an error for a client, without advice about command-line flags."""
     return BadRequestError(error.problem, param)

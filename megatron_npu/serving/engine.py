@@ -1,4 +1,6 @@
-"""Define the thread that owns the model, takes jobs from a queue, and sends generated text to clients."""
+"""Define the engine, whose thread owns the model, takes jobs from a queue, and sends generated text to
+clients.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from megatron_npu.serving.stops import Stops
 
 @dataclass(frozen=True)
 class Piece:
-    """Piece of a generated text, with its new characters.
+    """A piece of a generated text, with the characters that are new.
 
     Attributes:
         row: the index of the text.
@@ -44,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Read:
-    """Scores of a job's prompts.
+    """The scores of the prompts of a job.
 
     Attributes:
         scores: the scores, one per text.
@@ -58,7 +60,7 @@ Event = Piece | Read | BadRequestError | None
 
 @dataclass
 class Job:
-    """Job of generating the texts that one client requested.
+    """The job of generating the texts that one client has requested.
 
     Attributes:
         prompts: the ids of each prompt.
@@ -81,12 +83,12 @@ class Job:
     cancelled: bool = False
 
     def tell(self, event: Event) -> None:
-        """Send an event to the client's task. The engine's thread calls this method."""
+        """Send an event to the task that serves the client. The engine's thread calls this method."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Engine:
-    """Processes jobs one after another.
+    """The engine, which processes jobs one after another with the model.
 
     Args:
         model: the model that generates the texts.
@@ -106,11 +108,11 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """The number of unfinished jobs, including the current one."""
+        """The number of unfinished jobs, including the one that is being processed."""
         return len(self._open)
 
     def submit(self, job: Job) -> None:
-        """Add a job to the queue.
+        """Add a job to the engine's queue.
 
         Raises:
             BadRequestError: too many jobs are waiting (429), or the server is stopping (503).
@@ -131,7 +133,7 @@ class Engine:
             raise _stopping()
 
     def stop(self) -> None:
-        """Stop the current text at its next token, reject waiting jobs, and make ``run`` return."""
+        """Stop the current text at its next token, reject all waiting jobs, and make ``run`` return."""
         self._stopping = True
         self._queue.put(None)
 
@@ -148,7 +150,7 @@ class Engine:
             return self._queue.get()
 
     def _finish(self, job: Job) -> None:
-        """Generate the texts of a job, and report the end of the job in any case."""
+        """Generate the texts of a job, and report the end of the job even if an error occurs."""
         end: BadRequestError | None = None
         try:
             if self._stopping:
@@ -168,12 +170,12 @@ class Engine:
             job.tell(end)
 
     def ends(self, job: Job) -> bool:
-        """Return True if a job must end because its client disconnected or the server is stopping."""
+        """Return True if a job must end because its client has disconnected or the server is stopping."""
         return job.cancelled or self._stopping
 
 
 class _Drawing:
-    """Running job, with the pieces of its texts and their stop positions."""
+    """A job that is running, with the pieces of its texts and the positions at which they stop."""
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self.engine, self.job = engine, job
@@ -181,7 +183,9 @@ class _Drawing:
         self.stops = [Stops(job.stops) for _ in job.prompts]
 
     def run(self, leader: Leader) -> None:
-        """Score and generate the requested texts, and report each piece and the final piece of each text."""
+        """Score the prompts and generate the requested texts, and report each piece and the end of each
+        text.
+        """
         prompts, options = self.job.prompts, self.job.options
         if self.job.scored is not None:
             self.job.tell(Read(leader.score(prompts, alternatives=self.job.scored)))
@@ -214,7 +218,7 @@ def new_job(
     stops: Sequence[str] = (),
     scored: int | None = None,
 ) -> Job:
-    """Return a new job after checking that its prompts fit the model.
+    """Check that the prompts of a job fit the model, and return the job.
 
     Raises:
         BadRequestError: a prompt does not fit.

@@ -1,4 +1,4 @@
-"""Detect stop strings in streamed text, and hold back text that may be the beginning of one."""
+"""Detect stop strings in streamed text, and hold back text that may be the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Detects the first occurrence of any stop string in a text.
+    """Detects the first stop string that occurs in a text.
 
     Args:
         stops: non-empty strings.
@@ -21,7 +21,7 @@ class Stops:
         self.found = False
 
     def passed(self, piece: str) -> str:
-        """Add ``piece``, and return the text that cannot be part of a stop string."""
+        """Add ``piece`` to the text, and return the characters that cannot be part of a stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -34,11 +34,11 @@ class Stops:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return the held-back text when the text ends without a stop string."""
+        """Return the characters that are still held back when the text ends without a stop string."""
         return self._held
 
     def _beginning(self, text: str) -> int:
-        """Return the length of the longest suffix that may be the beginning of a stop string."""
+        """Return the length of the longest suffix of the text that may be the beginning of a stop string."""
         longest = min(max(map(len, self._stops), default=0) - 1, len(text))
         ends = (text[-number:] for number in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

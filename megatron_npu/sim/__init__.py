@@ -1,4 +1,6 @@
-"""Simulate Ascend NPUs: the real torch_npu wheel on a simulated CANN with host memory as device memory."""
+"""Simulate Ascend NPUs by running the real torch_npu wheel on a simulated CANN, with host memory as
+device memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def counting() -> AbstractContextManager[Counts]:
-    """Count launches, memory and communication within the block; see ``counters.Counts``.
+    """Count launches, memory and communication inside the ``with`` block; see ``counters.Counts``.
 
     This works only in a process under ``megatron-npu sim``.
     """

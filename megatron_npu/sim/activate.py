@@ -1,4 +1,4 @@
-"""Set up simulated NPUs in this interpreter when torch is imported.
+"""Set up simulated NPUs in this Python process when torch is imported.
 
 boot/sitecustomize.py installs the import hook.
 """
@@ -21,7 +21,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @contextmanager
 def unarmed() -> Iterator[None]:
-    """Import submodules without executing ``megatron_npu/__init__.py``, which arms the plug-in.
+    """Import submodules without executing ``megatron_npu/__init__.py``, which would activate the plug-in.
 
     A simulated machine is a machine with NPUs, on which the plug-in is not necessarily active: the program
     that runs on it determines that.
@@ -64,7 +64,7 @@ def forget_stand_in() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that runs a context manager around the execution of a package."""
+    """Import finder that activates a context manager while a package is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -79,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Around(importlib.abc.Loader):
-    """Loader of a package, with a context manager around the package's execution."""
+    """Loader that activates a context manager while a package is executed."""
 
     def __init__(self, loader: Any, context: Callable[[], AbstractContextManager]) -> None:
         self._loader, self._context = loader, context
@@ -115,7 +115,7 @@ def _around_torch_npu() -> Iterator[None]:
 
 @contextmanager
 def _around_megatron_npu() -> Iterator[None]:
-    """Set the package's submodule attributes, because some submodules were imported before the package."""
+    """Set attributes for submodules that were imported before the package itself."""
     yield
     package = sys.modules["megatron_npu"]
     for name, module in sys.modules.copy().items():
@@ -132,7 +132,7 @@ _CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def load_runtime() -> None:
-    """Load the simulated CANN into this process under CANN's names, and pass the settings to it.
+    """Load the simulated CANN into this process under CANN's library names, and pass the settings to it.
 
     The dynamic loader resolves torch_npu's dependencies by name to libraries that are already loaded, so no
     LD_LIBRARY_PATH is required, which a running process could not change for itself anyway.

@@ -71,30 +71,30 @@ def runtime() -> Path:
 
 @functools.cache
 def compute() -> Path:
-    """Return the compiled computation library, building it if necessary; see ``runtime``."""
+    """Return the path of the compiled computation library, building it if necessary; see ``runtime``."""
     key = _key(["runtime.h", "alias.h", "dry.h", *_COMPUTE_SOURCES])
     return cache.prepared_libraries(f"compute-{key}", _build_compute) / COMPUTE_LIBRARY
 
 
 @functools.cache  # a library that is made again in the meantime is not loaded beside the one in use
 def runtime_library() -> ctypes.CDLL:
-    """Load the runtime library with global symbols, so that libraries loaded later can use it."""
+    """Load the runtime library so that libraries loaded later can use its symbols."""
     return cache.load(runtime() / RUNTIME_LIBRARY, ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def compute_library() -> ctypes.CDLL:
-    """Load the computation library."""
+    """Load the library that contains the computations."""
     return cache.load(compute())
 
 
 def cann_names(directory: Path) -> list[Path]:
-    """Return the libraries of a runtime directory that have CANN's names."""
+    """Return the libraries in a runtime directory that have the names of CANN's libraries."""
     return sorted(path for path in directory.glob("*.so") if path.name != RUNTIME_LIBRARY)
 
 
 def present(library: str) -> bool:
-    """Return True if the dynamic loader finds a library of this name."""
+    """Return True if the dynamic loader finds a library with the given name."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -180,7 +180,9 @@ def _runtime_objects(directory: Path) -> list[Path]:
 
 
 def _unresolved() -> tuple[set[str], set[str]]:
-    """Return the missing libraries that torch_npu links to, and the symbols that no library defines."""
+    """Return the libraries that torch_npu links to but that are missing, and the symbols that no library
+    defines.
+    """
     npu, torch = _torch_npu(), site.torch_directory()
     # libop_plugin_atb.so belongs to another Ascend package (ATB) and is opened only if that is there.
     opened = [path for path in (npu / "lib").glob("*.so") if "atb" not in path.name]
@@ -227,7 +229,9 @@ def _absent(libraries: set[str], symbols: set[str]) -> tuple[set[str], set[str]]
 
 
 def _default_functions(names: Iterable[str]) -> str:
-    """Return C++ functions that record their calls, and fail where they must not report success."""
+    """Return the source of C++ functions that record their calls and fail where they must not report
+    success.
+    """
     lines = ["namespace sim { void note_default(const char*); void note_refused(const char*); }"]
     for name in sorted(names):
         code = next((code for prefix, code in _FAILING.items() if name.startswith(prefix)), 0)
@@ -263,7 +267,7 @@ def _build_compute(directory: Path) -> None:
 
 
 def prepare() -> None:
-    """Build both libraries if they do not exist. ``site.prepare()`` must already be on ``sys.path``."""
+    """Build both libraries, unless they already exist. ``site.prepare()`` must already be on ``sys.path``."""
     os.environ.setdefault("LC_ALL", "C")  # compilers' messages are searched for "error"
     runtime()
     compute()

@@ -46,7 +46,7 @@ def _opened() -> Iterator[int]:
 
 
 def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return the cached directory ``name``.
+    """Return the cached directory ``name``, after preparing it if necessary.
 
     If it does not exist, ``prepare(directory)`` fills it.
 
@@ -70,7 +70,7 @@ def prepared(name: str, prepare: Callable[[Path], None]) -> Path:
 
 
 def prepared_libraries(name: str, prepare: Callable[[Path], None]) -> Path:
-    """Return a cached directory of libraries for ``load``.
+    """Return a cached directory of libraries for ``load``, after preparing it if necessary.
 
     The directory is prepared again if a library is damaged.
 
@@ -117,7 +117,7 @@ def _opened_part(cache: int, directory: Path) -> Iterator[int]:
 
 
 def _is_there(cache: int, name: str) -> bool:
-    """Return True if a directory exists, after checking that only this user can have filled it."""
+    """Return True if a directory exists, after checking that no other user can have filled it."""
     try:
         os.stat(name, dir_fd=cache)
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def _prepare(final: Path, prepare: Callable[[Path], None], replace: bool = False
 
 
 def _seal(directory: Path) -> None:
-    """Append digests to the libraries in a new directory, and write a list of them."""
+    """Append digests to the libraries in a new directory, and write a list of the libraries."""
     names = sorted(path.name for path in directory.glob("*.so"))
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -146,7 +146,7 @@ def _seal(directory: Path) -> None:
 
 
 def _are_whole(folder: int, directory: Path) -> bool:
-    """Return True if all libraries of a directory exist and are undamaged."""
+    """Return True if all libraries in a directory exist and are undamaged."""
     listed = user_cache.opened_file(folder, directory / _LIBRARIES, f"Remove {directory}.")
     if listed is None:
         return False
@@ -166,7 +166,7 @@ def _is_whole(folder: int, path: Path) -> bool:
 
 
 def _remove_unused(cache: int, name: str) -> None:
-    """Remove libraries of the same kind that have not been used for a month."""
+    """Remove libraries of the same kind that nothing has used for a month."""
     kind = name.partition("-")[0]
     with os.scandir(cache) as entries:
         unused = [entry for entry in entries if user_cache.is_unused(entry)]

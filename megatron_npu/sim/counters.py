@@ -1,4 +1,4 @@
-"""Count the cost of a computation: kernel launches, memory and communication.
+"""Count what a computation costs in kernel launches, memory and communication.
 
 The counts are available from a context manager and as a report.
 """
@@ -23,7 +23,7 @@ _TRANSFERS = ("transfer", "aten::_local_scalar_dense")
 
 @dataclass
 class Work:
-    """Number of calls, and number of bytes."""
+    """A number of calls and a number of bytes."""
 
     calls: int = 0
     bytes: int = 0
@@ -31,7 +31,7 @@ class Work:
 
 @dataclass
 class Group:
-    """Communicator of a process group.
+    """The communicator of a process group.
 
     Attributes:
         ranks: the number of ranks.
@@ -54,7 +54,7 @@ class Group:
 
 @dataclass
 class Counts:
-    """Counters of this process, over all its simulated devices.
+    """The counters of this process, over all its simulated devices.
 
     A launch is one call of an operation at the dispatcher's lowest level, which hardware executes as one
     aclnn kernel, sometimes as a few. Only ratios of launches are meaningful.
@@ -89,30 +89,32 @@ class Counts:
 
     @property
     def total_launches(self) -> int:
-        """The sum over all operations."""
+        """The number of kernel launches of all operations together."""
         return sum(work.calls for work in self.launches.values())
 
     @property
     def total_communication(self) -> Work:
-        """The sum over all collectives."""
+        """The communication of all collectives together."""
         works = self.communication.values()
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def between(self) -> Work:
-        """The number and bytes of messages to other machines, over all communicators."""
+        """The number and the bytes of messages to other machines, over all communicators."""
         works = [group.between for group in self.groups.values()]
         return Work(sum(work.calls for work in works), sum(work.bytes for work in works))
 
     @property
     def buffers(self) -> int:
-        """The bytes of device memory that HCCL uses for all communicators, which torch does not count."""
+        """The bytes of device memory that HCCL uses for all communicators, which are not included in
+        torch's statistics.
+        """
         return sum(group.buffer for group in self.groups.values())
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count launches, memory and communication within the block.
+    """Count launches, memory and communication inside the ``with`` block.
 
     The counts are complete when the block ends.
 
@@ -158,7 +160,7 @@ def write_report_at_exit() -> None:
 
 
 def _write_report(path: Path) -> None:
-    """Write the counters since the start, unless this process has used no NPU."""
+    """Write the counters since the start of the process, unless the process has used no NPU."""
     counts = _read()
     if not counts.launches and not counts.communication:
         return
@@ -172,7 +174,7 @@ def _write_report(path: Path) -> None:
 
 
 def _read() -> Counts:
-    """Return the counters since the start of the process, with memory statistics of zero."""
+    """Return the counters since the start of the process, with all memory statistics set to zero."""
     runtime = build.runtime_library()
     compute = build.compute_library()
     launches = _works(compute.sim_launches)
@@ -191,7 +193,7 @@ def _read() -> Counts:
 
 
 def _rows(function: Callable) -> list[list[str]]:
-    """Return the lines that a C++ function writes to a buffer, split into words."""
+    """Return the lines that a C++ function writes to a buffer, each split into words."""
     function.restype = ctypes.c_size_t
     function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
     capacity = function(None, 0) + 4096  # another thread may add lines in the meantime
@@ -219,7 +221,7 @@ def _groups(function: Callable) -> dict[str, Group]:
 
 
 def _descriptions() -> dict[str, str]:
-    """Return each process group's description, keyed by the name of its communicator in torch_npu."""
+    """Return the description of each process group, keyed by the name of its communicator in torch_npu."""
     from torch import distributed
 
     if not distributed.is_initialized():
@@ -252,7 +254,7 @@ def _difference(after: dict[str, Work], before: dict[str, Work]) -> dict[str, Wo
 
 
 def _statistic(name: str) -> int:
-    """Return a memory statistic of torch, summed over the devices.
+    """Return a memory statistic of torch as a sum over the devices.
 
     The statistic is 0 if no device has been used.
     """

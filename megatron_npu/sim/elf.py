@@ -23,7 +23,7 @@ _SYMBOL = re.compile(
 
 @dataclass
 class SharedLibrary:
-    """Dynamic symbol table of a shared library.
+    """The dynamic symbols of a shared library.
 
     Attributes:
         needed: the names of the libraries it is linked against (DT_NEEDED).

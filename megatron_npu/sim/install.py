@@ -1,4 +1,4 @@
-"""Register host computations for all operations of device ``npu`` after torch_npu is imported."""
+"""Register computations on the host for all operations of device ``npu``, after torch_npu is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOST_KEYS = (
 
 @dataclass
 class Coverage:
-    """The handling of each operation that torch_npu registers, keyed by full name such as ``aten::add.out``.
+    """How each operation that torch_npu registers is handled, keyed by a full name such as ``aten::add.out``.
 
     Attributes:
         computed: overridden by the boxed kernel.
@@ -49,7 +49,9 @@ COVERAGE = Coverage()
 
 
 def install() -> None:
-    """Register the reference kernels, then override every operation that has a host computation."""
+    """Register the reference kernels, and then override every operation that has a computation on the
+    host.
+    """
     library = _library()
     kernels.register()
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

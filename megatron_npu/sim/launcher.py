@@ -28,7 +28,7 @@ _FLAGS = {"--devices": (settings.SIM_DEVICES, "N"), "--soc": (settings.SIM_SOC, 
 
 
 def main(argv: list[str]) -> int:
-    """Prepare the simulator, then execute COMMAND in this process.
+    """Prepare the simulator, and then execute COMMAND in this process.
 
     Return only if interrupted before that.
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare() -> dict[str, str]:
-    """Prepare everything that a simulated process requires, and return its environment.
+    """Prepare everything that a simulated process needs, and return its environment.
 
     Raises:
         UsageError: see ``site.prepare`` and ``build.runtime``; or this machine has a real CANN.
@@ -92,7 +92,7 @@ def prepare() -> dict[str, str]:
 
 
 def _find(program: str) -> str:
-    """Return the file to execute.
+    """Return the path of the file to execute.
 
     ``python`` and ``torchrun`` are those of this environment.
     """

@@ -1,4 +1,4 @@
-"""Convert the simulator's settings to the form that its C++ code reads."""
+"""Convert the settings of the simulator to the form that its C++ code reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLD = {
 
 
 def simulator_values() -> dict[str, str]:
-    """Return the settings for the C++ code, keyed by short name (see ``setting`` in csrc/runtime.h).
+    """Return the settings for the C++ code, keyed by short names (see ``setting`` in csrc/runtime.h).
 
     Raises:
         UsageError: a variable has a value that is not accepted.

@@ -1,4 +1,4 @@
-"""Store the torch_npu wheel that matches the installed torch in a separate directory.
+"""Keep the torch_npu wheel that matches the installed torch in a separate directory.
 
 In a normal environment, an installed torch_npu breaks ``import torch`` if CANN is not installed (torch loads
 it through an entry point), so only processes of the simulator have the wheel's directory on their path.
@@ -31,7 +31,7 @@ def package_directory(name: str) -> Path | None:
 
 
 def version_of(package: Path) -> str:
-    """Return ``__version__`` from the package's version.py, including the local suffix (such as +cpu)."""
+    """Return ``__version__`` from a package's version.py, including its local suffix (such as +cpu)."""
     found = re.search(r"__version__\s*(?::\s*str)?\s*=\s*'([^']+)'", (package / "version.py").read_text())
     if found is None:
         raise UsageError(
@@ -42,7 +42,7 @@ def version_of(package: Path) -> str:
 
 
 def torch_directory() -> Path:
-    """Return torch's directory.
+    """Return the directory of the installed torch.
 
     Raises:
         UsageError: torch is not installed.
@@ -57,7 +57,7 @@ def torch_directory() -> Path:
 
 
 def prepare() -> Path:
-    """Return a directory for ``sys.path`` that contains torch_npu.
+    """Return a directory for ``sys.path`` that contains torch_npu, after preparing it if necessary.
 
     torch_npu is downloaded if necessary.
 

@@ -21,7 +21,7 @@ from megatron_npu.upstream.megatrons import Upstream
 
 @dataclass(frozen=True)
 class StandIn:
-    """Stub module to add to ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
+    """A stub module to be added to ``sys.modules`` under ``name`` if ``needs`` cannot be imported.
 
     Attributes:
         name: the module name that the upstream imports.
@@ -45,7 +45,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class NameStandIn:
-    """Name to add to an existing module that lacks it.
+    """A name to be added to an existing module that lacks it.
 
     Attributes:
         module, name, value: the module, the missing name, and its value.
@@ -65,14 +65,14 @@ class NameStandIn:
     within: str = ""
 
     def is_taken(self, upstream: Upstream) -> bool:
-        """Return True if ``upstream`` or a package used with it imports the name."""
+        """Return True if ``upstream``, or a package used with it, imports the name."""
         if upstream.name not in self.upstreams or (self.beside and _absent(self.beside)):
             return False
         return not self.within or any(upstream.root.glob(self.within))
 
 
 def _override(method: Any) -> Any:
-    """Mark a method as an override for type checkers, like ``typing.override`` in Python 3.12."""
+    """Mark a method as an override for type checkers, like ``typing.override`` of Python 3.12."""
     return method
 
 
@@ -327,7 +327,7 @@ _given = Replaced()  # the names
 
 
 def install(upstream: Upstream) -> list[StandIn]:
-    """Install the stubs of ``upstream``, and return the stubs that were needed."""
+    """Install the stubs for ``upstream``, and return the stubs that were needed."""
     # All are looked for before any is put in place: ours would be found as the parent of the next.
     needed = [stand_in for stand_in in STAND_INS if is_needed(stand_in, upstream)]
     for stand_in in needed:
@@ -340,7 +340,7 @@ def install(upstream: Upstream) -> list[StandIn]:
 
 
 def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
-    """Return True if ``upstream`` imports the module and the real module is not installed."""
+    """Return True if ``upstream`` imports a module that is not installed."""
     if upstream.name not in stand_in.upstreams or stand_in.name in sys.modules:
         return False
     if stand_in.te not in ("", settings.TE.get()):
@@ -349,12 +349,12 @@ def is_needed(stand_in: StandIn, upstream: Upstream) -> bool:
 
 
 def te_layers() -> bool:
-    """Return True if our layers are installed with TransformerEngine's names in this process."""
+    """Return True if our layers are installed under TransformerEngine's names in this process."""
     return _stands_for("transformer_engine", _TE)
 
 
 def mamba_kernels() -> bool:
-    """Return True if our scan is installed with mamba_ssm's names in this process."""
+    """Return True if our scan is installed under mamba_ssm's names in this process."""
     return _stands_for("mamba_ssm", _MAMBA)
 
 

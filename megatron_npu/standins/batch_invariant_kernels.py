@@ -1,4 +1,6 @@
-"""Stub for megatron-core's batch-invariant kernels without triton, whose mode is always off."""
+"""Stub for megatron-core's batch-invariant kernels, used without triton; the batch-invariant mode is
+always off.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 
 def enable_batch_invariant_mode(*_: Any, **__: Any) -> None:
-    """Reject batch-invariant mode.
+    """Reject a request for batch-invariant mode.
 
     Raises:
         RuntimeError: always, because the kernels are written in triton.

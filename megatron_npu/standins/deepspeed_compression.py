@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def init_compression(*args: Any, **kwargs: Any) -> NoReturn:
-    """Reject model compression.
+    """Reject a request for model compression.
 
     Raises:
         UsageError: always.

@@ -1,4 +1,4 @@
-"""Stub for apex's extension of the same name, for any device."""
+"""Stub for apex's extension ``fused_weight_gradient_mlp_cuda`` that works on any device."""
 
 from megatron_npu.ops.products.weight_gradient import accumulate_weight_gradient
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def compute_feature_bank(*_: Any, **__: Any) -> None:
-    """Reject vision pretraining, which requires torchvision.
+    """Reject the pretraining of vision models, which requires torchvision.
 
     Raises:
         RuntimeError: always.

@@ -1,4 +1,4 @@
-"""Stub for megatron-core's moves between a Mamba layer's inference states, used without triton.
+"""Stub for megatron-core's functions that move inference states of Mamba layers, used without triton.
 
 The layer itself requires mamba_ssm, which is written in triton too, so no model that can be built calls these
 functions.

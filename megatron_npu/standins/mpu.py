@@ -1,4 +1,4 @@
-"""Stub for ``megatron.mpu`` under ``megatron-npu train``, used if the Megatron on the path does not have it.
+"""Stub for ``megatron.mpu`` under ``megatron-npu train``, used if the installed Megatron does not have it.
 
 Until 2022, ``mpu`` contained what is now in ``megatron.core.parallel_state`` and
 ``megatron.core.tensor_parallel``; scripts of that time use ``from megatron import mpu``. A name is looked up
@@ -21,7 +21,7 @@ _PLACES = ("megatron.core.parallel_state", "megatron.core.tensor_parallel")
 
 
 def is_needed() -> bool:
-    """Return True if the Megatron on the path lacks ``mpu``.
+    """Return True if the Megatron on the path has no module ``mpu``.
 
     Raises:
         UsageError: Megatron is not installed.
@@ -33,7 +33,7 @@ def is_needed() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, torch.Tensor] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the first tensor-parallel rank's tensors on this rank's device.
+    """Return the first tensor-parallel rank's tensors on the device of this rank.
 
     Args:
         keys: the keys of ``data`` to return.

@@ -1,4 +1,4 @@
-"""Stub for megatron-core's ``moe.paged_stash`` without triton, which never stashes tensors.
+"""Stub for megatron-core's ``moe.paged_stash``, used without triton, which never stashes any tensor.
 
 Upstream calls these functions only with ``--moe-paged-stash`` and ``--moe-expert-rank-capacity-factor``,
 which are rejected when a model is configured (``adaptors.megatron_core.unsupported_options``).

@@ -1,4 +1,4 @@
-"""Stub for the generation kernels of megatron-core's state space layers, used without triton.
+"""Stub for megatron-core's kernels for generation with state-space layers, used without triton.
 
 Mamba layers and gated delta nets import these kernels, but can be trained without them.
 """
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """Reject generation.
+    """Reject generation, because its kernels require triton.
 
     Raises:
         RuntimeError: always, because the kernels are written in triton.

@@ -1,4 +1,5 @@
-"""Stub for ``megatron.core.extensions.transformer_engine`` of 0.12, used without TransformerEngine.
+"""Stub for ``megatron.core.extensions.transformer_engine`` of megatron-core 0.12, used without
+TransformerEngine.
 
 Most modules of megatron-core try to import that module and handle the ImportError, which they still get. Two
 modules import its layers unconditionally, for specs that use local layers if TransformerEngine is not
@@ -18,7 +19,7 @@ _LAYERS = ("TEDotProductAttention", "TELayerNormColumnParallelLinear", "TENorm",
 
 
 class _Absent:
-    """Layer that cannot be built without TransformerEngine.
+    """A layer that cannot be built without TransformerEngine.
 
     Raises:
         ImportError: always.
@@ -29,7 +30,7 @@ class _Absent:
 
 
 def __getattr__(name: str) -> type:
-    """Return a layer class for ``from ... import name`` if the importing module requires it.
+    """Return a layer class for ``from ... import name``, if the importing module needs it.
 
     Raises:
         AttributeError: another module imports the name; Python converts this to the ImportError that the

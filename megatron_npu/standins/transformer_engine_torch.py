@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine_torch``, the compiled part of TransformerEngine, with one function.
+"""Stub for ``transformer_engine_torch``, the compiled part of TransformerEngine, which contains one function.
 
 The function determines the tokens of packed sequences that a context-parallel rank holds. LLaVA, Mamba layers
 and the batches of the scripts call it.
@@ -12,7 +12,7 @@ from megatron_npu.ops.attention.context_parallel.packed import token_indices
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """Return the positions ``[total_tokens / world_size]`` of a rank's tokens, in order.
+    """Return the positions of a rank's tokens, ``[total_tokens / world_size]``, in ascending order.
 
     Args:
         cu_seqlens: where sequences begin and end, ``[sequences + 1]``; each sequence has 2 * ``world_size``

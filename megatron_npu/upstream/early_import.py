@@ -29,13 +29,13 @@ _OURS = "megatron_npu.standins.transformer_engine"
 
 
 class _Metadata(metadata.Distribution):
-    """Metadata (name and version) of our ``transformer_engine`` layers, for ``importlib.metadata``."""
+    """The name and version of our ``transformer_engine`` layers, for ``importlib.metadata``."""
 
     def __init__(self, version: str) -> None:
         self._version = version
 
     def read_text(self, filename: str) -> str | None:
-        """Return the content of ``METADATA``.
+        """Return the content of the file ``METADATA``.
 
         Return None for all other file names.
         """
@@ -48,13 +48,13 @@ class _Metadata(metadata.Distribution):
 
 
 class _Loader(Loader):
-    """Loader for ``transformer_engine`` that activates the plug-in, which installs the stub."""
+    """Loader for ``transformer_engine`` that activates the plug-in, which provides the stub."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._activate = activate
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stub that the plug-in's activation has installed.
+        """Return the stub module that the plug-in installed when it was activated.
 
         Raises:
             ImportError: no stub is installed, for example if this process was activated for another Megatron.
@@ -66,17 +66,17 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing, because the stub has already been executed."""
+        """Do nothing, because the stub module has already been executed."""
 
 
 class _Finder:
-    """Import finder for ``transformer_engine``, and for its metadata while our layers replace it."""
+    """Import finder for ``transformer_engine`` and, while our layers replace it, for its metadata."""
 
     def __init__(self, activate: Callable[[], None]) -> None:
         self._loader = _Loader(activate)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec for ``transformer_engine`` if our stub can be loaded.
+        """Return a module spec for ``transformer_engine`` if our stub can be loaded.
 
         The search has no side effects.
         """
@@ -85,7 +85,7 @@ class _Finder:
         return ModuleSpec(name, self._loader, origin=__name__, is_package=True)
 
     def find_distributions(self, context: metadata.DistributionFinder.Context) -> Iterator[_Metadata]:
-        """Yield our layers' metadata if it is requested by name.
+        """Yield the metadata of our layers if it is requested by name.
 
         Listings of all packages do not contain it.
         """
@@ -120,7 +120,7 @@ def is_absent(package: str) -> bool:
 
 
 def arm(activate: Callable[[], None]) -> None:
-    """Install the finder.
+    """Install the import finder.
 
     ``activate`` must do the same as the first import of Megatron.
     """
@@ -129,5 +129,5 @@ def arm(activate: Callable[[], None]) -> None:
 
 
 def disarm() -> None:
-    """Remove the finder."""
+    """Remove the import finder."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]

@@ -33,7 +33,7 @@ _BY_DIGEST = {
 
 @dataclass(frozen=True)
 class Upstream:
-    """A copy of Megatron on disk.
+    """A copy of Megatron on the disk.
 
     Attributes:
         name: ``megatron_core``, ``megatron_lm`` (the tree of January 2023), ``megatron_deepspeed``
@@ -50,7 +50,7 @@ class Upstream:
     shadowed: tuple[tuple[Path, str], ...] = ()
 
     def require_supported(self) -> None:
-        """Check that the version is supported, and that no second Megatron is on the path.
+        """Check that the version is supported, and that there is no second Megatron on the path.
 
         Raises:
             UsageError: the version is too old or too new (``MEGATRON_NPU_DRIFT=warn`` only warns about newer
@@ -128,7 +128,9 @@ def find(path: str | Path | None = None, given_by: str = "") -> Upstream:
 
 
 def named(path: str | None) -> tuple[str | None, str]:
-    """Return the Megatron path from ``--megatron`` or ``MEGATRON_LM_PATH``, and the name of its source."""
+    """Return the Megatron path given by ``--megatron`` or ``MEGATRON_LM_PATH``, and the name of its
+    source.
+    """
     if path:
         return path, "--megatron"
     path = settings.MEGATRON_PATH.get() or None
@@ -154,7 +156,7 @@ def _none_found(path: str | Path | None, given_by: str) -> UsageError:
 
 
 def _roots_on_path() -> list[Path]:
-    """Return the folders that ``import megatron`` searches, in order.
+    """Return the folders in which ``import megatron`` searches, in order.
 
     Each entry of ``sys.path`` is searched separately. A regular package (with ``__init__.py``) takes
     precedence over the portions of a namespace package (megatron-core from 0.16 on), even over those that
@@ -175,7 +177,7 @@ def _roots_on_path() -> list[Path]:
 
 
 def inside(root: Path) -> Upstream | None:
-    """Return the Megatron whose ``megatron`` folder is in ``root``, or None if there is none."""
+    """Return the Megatron whose ``megatron`` folder is inside ``root``, or None if there is none."""
     package = root / "megatron"
     if (package / "model" / "transformer.py").is_file():
         return Upstream(_legacy_name(root), _legacy_version(package), root)
@@ -186,7 +188,9 @@ def inside(root: Path) -> Upstream | None:
 
 
 def _legacy_name(root: Path) -> str:
-    """Return the name of an older checkout: Megatron-LM, or one of the two Megatron-DeepSpeed forks."""
+    """Return the name of an older checkout, which is Megatron-LM or one of the two Megatron-DeepSpeed
+    forks.
+    """
     model = root / "megatron" / "model" / "gpt_model.py"
     if not model.is_file() or "from deepspeed" not in model.read_text(encoding="utf-8", errors="replace"):
         return "megatron_lm"
@@ -203,7 +207,9 @@ def _legacy_version(package: Path) -> str:
 
 
 def _core_version(package_info: Path) -> str | None:
-    """Read MAJOR, MINOR, PATCH and PRE_RELEASE from ``package_info.py`` without executing it."""
+    """Read the version from ``package_info.py`` (MAJOR, MINOR, PATCH and PRE_RELEASE) without executing
+    the file.
+    """
     try:
         tree = ast.parse(package_info.read_text(encoding="utf-8"))
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""Check whether scripts of a Megatron-LM checkout can run on this machine, and which paths they need."""
+"""Check whether the scripts of a Megatron-LM checkout can run on this machine, and which paths they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MULTIMODAL = "examples/multimodal/run_text_generation.py"  # with --task MMMU, 
 
 
 def tree_of(script: Path) -> Path | None:
-    """Return the Megatron-LM checkout that contains ``script``, or None for a script from another place."""
+    """Return the Megatron-LM checkout that contains ``script``, or None if the script is elsewhere."""
     for folder in script.resolve().parents[1:_DEEPEST]:
         if _is_tree(folder):
             return folder
@@ -35,12 +35,12 @@ def _is_tree(folder: Path) -> bool:
 
 
 def is_stock(script: Path) -> bool:
-    """Return True if a script belongs to a Megatron-LM checkout rather than to the user."""
+    """Return True if a script belongs to a Megatron-LM checkout and not to the user."""
     return tree_of(script) is not None or _is_tree(script.resolve().parent)
 
 
 def blames_program(error: BaseException, program: Path) -> bool:
-    """Return True if the error was caused by a wrong call in a user's own program."""
+    """Return True if a wrong call in the user's own program caused the error."""
     return getattr(error, "blames_caller", False) and not is_stock(program)
 
 

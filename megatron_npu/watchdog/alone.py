@@ -1,4 +1,4 @@
-"""Watch a single-process run: end it if it hangs, and report where it hangs."""
+"""Watch a run in a single process: end it if it hangs, and report where it hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXIT = 1
 
 
 class Alone:
-    """Thread that ends the process if the main thread hangs while the process group exists.
+    """Thread that ends the process if its main thread hangs while the process group exists.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def watches(self) -> bool:
-        """True if the watchdog is active. It is inactive in a forked child and without a process group."""
+        """True if this watchdog is active. It is inactive in a forked child and without a process group."""
         return self._thread.is_alive()
 
     def start(self) -> None:

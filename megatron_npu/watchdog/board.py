@@ -21,7 +21,7 @@ _TELLING = 10.0  # seconds from which on it is of interest for how long a rank h
 
 @dataclass(frozen=True)
 class Process:
-    """Process of a rank.
+    """The operating-system process of a rank.
 
     Attributes:
         rank: the rank's number.
@@ -37,7 +37,7 @@ class Process:
 
     @staticmethod
     def own(rank: int) -> Process:
-        """Return the record of the current process."""
+        """Return the record that describes the current process."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -46,7 +46,7 @@ class Process:
         return Process(rank, socket.gethostname(), os.getpid(), space)
 
     def listens(self, own: Process) -> bool:
-        """Return True if this process can still react, as far as ``own`` can determine.
+        """Return True if this process is still able to react, as seen from the process ``own``.
 
         A process on another machine counts as reacting.
         """
@@ -63,7 +63,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Beat:
-    """Heartbeat of a rank.
+    """The heartbeat of a rank, including its position and its stack frames.
 
     Attributes:
         number: the number of the heartbeat, counted from 0.
@@ -89,13 +89,13 @@ class Beat:
         return f"{self.place} (step {self.step}){long}{file}"
 
     def stack(self) -> str:
-        """Return the stack frames of the rank, each on a new line."""
+        """Return the stack frames of the rank, each on its own line."""
         return "".join(f"\n  {frame}" for frame in self.frames)
 
 
 @dataclass(frozen=True)
 class Word:
-    """Short form of a rank's heartbeat, which is read every time.
+    """The short form of a rank's heartbeat, which is read each time.
 
     Attributes:
         number, still: see ``Beat``.
@@ -111,7 +111,7 @@ class Word:
 
     @staticmethod
     def of(text: bytes) -> Word:
-        """Parse a string returned by ``str``."""
+        """Parse a short heartbeat from the string that ``str`` returned for it."""
         number, still, waits = text.split()
         return Word(int(number), float(still), waits == b"1")
 
@@ -121,7 +121,7 @@ _LIVES = b"-"  # what stands in place of the end of a rank that has not ended
 
 
 class Board:
-    """Records of all ranks of a process group.
+    """The records of all ranks of a process group.
 
     Each rank has a separate connection for them.
 
@@ -138,7 +138,7 @@ class Board:
         self.where = where
 
     def enter(self, process: Process) -> None:
-        """Register a rank once.
+        """Register a rank, which is done once per rank.
 
         The rank must have sent a heartbeat before.
         """
@@ -147,30 +147,30 @@ class Board:
         self._store.add("entered", 1)
 
     def processes(self, ranks: int) -> list[Process] | None:
-        """Return all ranks, or None until every rank is registered."""
+        """Return the processes of all ranks, or None until every rank is registered."""
         if int(self._store.add("entered", 0)) < ranks:
             return None
         texts = self._store.multi_get([f"who/{rank}" for rank in range(ranks)])
         return [Process(**json.loads(text)) for text in texts]
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Write the heartbeat of a rank without reading anything from the store."""
+        """Write the heartbeat of a rank to the store, without reading from the store."""
         word = Word(beat.number, beat.still, beat.phase == WAITING)
         self._store.multi_set(  # type: ignore[attr-defined]
             [f"beat/{rank}", f"word/{rank}"], [json.dumps(asdict(beat)), str(word)]
         )
 
     def look(self, rank: int) -> tuple[int, Word]:
-        """Return the number of verdicts and requests so far, and a rank's latest short heartbeat."""
+        """Return the numbers of verdicts and of requests so far, and the latest short heartbeat of a rank."""
         news, word = self._store.multi_get(["news", f"word/{rank}"])
         return int(news), Word.of(word)
 
     def words(self, ranks: list[int]) -> list[Word]:
-        """Return the latest short heartbeats of registered ranks."""
+        """Return the latest short heartbeats of the given registered ranks."""
         return [Word.of(text) for text in self._store.multi_get([f"word/{rank}" for rank in ranks])]
 
     def beats(self, ranks: list[int]) -> list[Beat]:
-        """Return the latest full heartbeats of ranks.
+        """Return the latest full heartbeats of the given ranks.
 
         A rank writes them even before it registers.
         """
@@ -178,20 +178,20 @@ class Board:
         return [Beat(**_listed(json.loads(text))) for text in texts]
 
     def leave(self, rank: int, error: str) -> None:
-        """Record that a rank has ended, with the rank's error. An empty error means a normal end."""
+        """Record that a rank has ended, and its error if it has one. An empty error means a normal end."""
         self._store.set(f"end/{rank}", f"{error}.")  # the point: a value may not be empty
 
     def left(self, rank: int) -> str | None:
-        """Return the end of a rank, or None if the rank is still running or has never registered."""
+        """Return how a rank ended, or None if the rank is still running or has never registered."""
         name = f"end/{rank}"
         return _end_of(self._store.get(name)) if self._store.check([name]) else None
 
     def ends(self, ranks: list[int]) -> list[str | None]:
-        """Return the end of each registered rank, or None for a running rank."""
+        """Return how each registered rank ended, or None for ranks that are still running."""
         return [_end_of(text) for text in self._store.multi_get([f"end/{rank}" for rank in ranks])]
 
     def judge(self, verdict: str) -> str:
-        """Record the verdict on the run.
+        """Record the verdict on the run, which states why the run failed.
 
         Return the first recorded verdict, which may be another rank's.
         """
@@ -217,7 +217,7 @@ class Board:
         return int(self._store.get("asked"))
 
     def open(self) -> None:
-        """Create the initial records of a rank.
+        """Write the initial records of a rank to the store.
 
         Every rank must call this method first.
         """
@@ -233,7 +233,9 @@ def _listed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> dist.TCPStore | None:
-    """Return a separate connection to the default process group's store, or None without a store server."""
+    """Return a separate connection to the default process group's store, or None if no server provides
+    this store.
+    """
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

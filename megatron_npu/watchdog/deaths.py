@@ -1,4 +1,6 @@
-"""Wait for signals and for the end of processes on this machine, which the kernel reports immediately."""
+"""Wait for signals and for the end of processes on this machine, both of which the kernel reports
+immediately.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _WAKE = 0  # no signal has this number
 
 
 class Deaths:
-    """Wait until a process ends, a signal arrives, or another thread ends the wait.
+    """Waits until a process ends, a signal arrives, or another thread ends the wait.
 
     Attributes:
         gone: the watched processes that had already ended.
@@ -32,7 +34,7 @@ class Deaths:
         self.signals: set[int] = set()
 
     def watch(self, processes: Iterable[Process]) -> None:
-        """Add processes whose end ``wait`` detects."""
+        """Add processes whose end ``wait`` should report."""
         for process in processes:
             try:
                 descriptor = os.pidfd_open(process.pid)
@@ -55,13 +57,13 @@ class Deaths:
             self.ignore()
 
     def ignore(self) -> None:
-        """Undo ``listen``."""
+        """Undo ``listen``, so that signals no longer end ``wait``."""
         if self._former is not None and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._former)
             self._former = None
 
     def wait(self, seconds: float) -> list[Process]:
-        """Wait for processes to end and return them.
+        """Wait for processes to end, and return those that have ended.
 
         The result is empty after a wake-up or the timeout.
         """
@@ -76,6 +78,6 @@ class Deaths:
         return found
 
     def wake(self) -> None:
-        """Make a ``wait`` call in another thread, or the next call, return immediately."""
+        """Make the current ``wait`` call of another thread, or the next call, return immediately."""
         with contextlib.suppress(OSError):
             os.write(self._button, bytes([_WAKE]))

@@ -1,4 +1,4 @@
-"""Detect whether other threads or children of a process work while its main thread makes no progress.
+"""Detect whether other threads or child processes are working while the main thread makes no progress.
 
 For example, the main thread may wait at one line of Python for a graph compiler, a kernel builder or a
 checkpoint writer, without using CPU time itself. This does not count as a hang.
@@ -24,7 +24,7 @@ class _Sample:
 
 @dataclass
 class Elsewhere:
-    """Compare the used CPU time with the CPU time at the previous call.
+    """Detects work in other threads or child processes, from the CPU time used since the previous call.
 
     This method is called about once a second, and only while the main thread stands still, because searching
     for children costs milliseconds on a machine with many processes.
@@ -37,7 +37,7 @@ class Elsewhere:
         self._last = None
 
     def computes(self) -> bool:
-        """Return True if other threads or children have used enough CPU time since the last call.
+        """Return True if other threads or child processes have used enough CPU time since the last call.
 
         The CPU time of the calling thread is not counted.
         """
@@ -50,7 +50,7 @@ class Elsewhere:
 
 
 def _sample() -> _Sample:
-    """Return the CPU time of this process's other threads and of its children."""
+    """Return the CPU time used by this process's other threads and by its child processes."""
     own = time.process_time() - time.thread_time()
     found = {}
     with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Check that ranks on several machines can reach each other before process groups are created.
+"""Check that ranks on different machines can reach each other, before process groups are created.
 
 Without this check, a host name that resolves to 127.0.1.1, or a firewall, causes a run to hang for ten
 minutes and to end with a page of C++ messages. Each rank registers at the store of the run; rank 0 waits for
@@ -40,7 +40,7 @@ _REACHABLE = (
 
 @dataclass(frozen=True)
 class _Place:
-    """Location of a rank, as the rank reports it.
+    """The location of a rank, as reported by the rank itself.
 
     Attributes:
         rank, host: the number of the rank, and the host name of its machine.
@@ -62,7 +62,8 @@ class _Place:
 
 @contextlib.contextmanager
 def made() -> Iterator[None]:
-    """Check that ranks on several machines can reach each other, before the block creates process groups.
+    """Check that ranks on different machines can reach each other, before the ``with`` block creates process
+    groups.
 
     On one machine, or if no launcher gives the number of ranks per machine, the check is only that no other
     program answers at the address of the store, because torch waits for its answer without a limit.
@@ -81,7 +82,7 @@ def made() -> Iterator[None]:
 
 
 def tell(error: UsageError) -> None:
-    """Tell the ranks on other machines that this rank ended before the check.
+    """Tell the ranks on other machines that this rank has ended before the check.
 
     Rank 0 may start its store later than this rank fails, so this waits for it, unless that was the error.
     """
@@ -124,7 +125,7 @@ def _require_no_other_program() -> None:
 
 
 def _serves(rank: int) -> bool:
-    """Return True if a rank serves the store of the run itself."""
+    """Return True if this rank itself serves the store of the run."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -156,7 +157,7 @@ def _store() -> dist.TCPStore:
 
 
 def serve(port: int) -> dist.TCPStore:
-    """Serve a store on a port of this machine.
+    """Serve a store on a port of this machine, for other machines to connect to.
 
     torch's own store on this port will share it.
 
@@ -234,7 +235,7 @@ def _require_none(store: dist.Store, fault: list[str]) -> None:
 
 
 def _awaited(store: dist.Store, name: str) -> bytes:
-    """Return a value as soon as rank 0 has set it.
+    """Wait until rank 0 has set a value, and return the value.
 
     Raises:
         UsageError: rank 0 does not set it in time.
@@ -254,7 +255,7 @@ def _awaited(store: dist.Store, name: str) -> bytes:
 
 
 def _assemble(store: dist.Store, ranks: int) -> None:
-    """Wait for all ranks.
+    """Wait until all ranks have reported where they run.
 
     Publish the first rank of each machine or the error.
     """
@@ -269,7 +270,7 @@ def _assemble(store: dist.Store, ranks: int) -> None:
 
 
 def _await_all(store: dist.Store, ranks: int) -> list[str]:
-    """Wait for all ranks and log the missing ones.
+    """Wait until all ranks have reported, and log which ranks are missing.
 
     Return the error of a rank that failed or timed out.
     """
@@ -308,7 +309,7 @@ def _places(store: dist.Store, ranks: int) -> list[_Place]:
 
 
 def _loopback(places: list[_Place]) -> list[str]:
-    """Return an error if a machine would advertise a loopback address, which others cannot reach."""
+    """Return an error if a machine would announce a loopback address, which other machines cannot reach."""
     bad = {each.host: each for each in places if network.is_private_to_the_machine(each.address)}
     if not bad:
         return []
@@ -327,7 +328,7 @@ def _loopback(places: list[_Place]) -> list[str]:
 
 
 def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
-    """Wait for the results of all machines, and publish the combined result."""
+    """Wait for the results of all machines, and publish the overall result."""
     if not places:
         return
     store.wait([f"reached/{rank}" for rank in places], timedelta(seconds=4 * _CONNECT))
@@ -349,7 +350,7 @@ def _judge(store: dist.Store, places: Mapping[int, list[Any]]) -> None:
 
 
 def _try(store: dist.Store, rank: int, places: Mapping[int, list[Any]]) -> None:
-    """Connect to the other machines, and report the machines that cannot be reached.
+    """Try to connect to the other machines, and report which of them cannot be reached.
 
     With many machines, connect only to those at distances of 1, 2, 4, ….
     """

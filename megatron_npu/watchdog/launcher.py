@@ -48,7 +48,7 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Report a launcher that has ended if ranks fail to connect within the block.
+    """Report that the launcher has ended if the ranks fail to connect inside the ``with`` block.
 
     The connection to the store may break before the thread that watches the launcher notices its end.
 
@@ -75,7 +75,7 @@ def meeting() -> Iterator[None]:
 
 
 def _no_store(error: RuntimeError) -> UsageError:
-    """Return the error for a store that is gone, or that is another program."""
+    """Return the error for a store that no longer exists or has been replaced by another program."""
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     reason = str(error).partition("\n")[0]
     return UsageError(

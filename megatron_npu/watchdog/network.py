@@ -25,7 +25,7 @@ Address = tuple[str, int]
 
 
 def machine() -> str:
-    """Return an identifier of this machine's network namespace, within which loopback works.
+    """Return an identifier of this machine's network namespace, within which the loopback address works.
 
     The identifier is empty if unknown.
     """
@@ -37,7 +37,7 @@ def machine() -> str:
 
 
 def own_address() -> str:
-    """Return the address that gloo binds to.
+    """Return the address to which gloo binds.
 
     The address belongs to ``GLOO_SOCKET_IFNAME`` or else to the host name.
 
@@ -58,7 +58,7 @@ def own_address() -> str:
 
 
 def hccl_address() -> str:
-    """Return the configured address of HCCL if this process has loaded torch_npu, or an empty string.
+    """Return the address configured for HCCL if this process has loaded torch_npu, or else an empty string.
 
     Raises:
         UsageError: it is not an address of this machine.
@@ -86,7 +86,7 @@ def _of_interface(name: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the addresses of this machine's non-loopback interfaces, keyed by interface name."""
+    """Return the addresses of this machine's network interfaces, except loopback, keyed by interface name."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for each in addresses:
@@ -103,7 +103,9 @@ def is_private_to_the_machine(address: str) -> bool:
 
 
 def towards(host: str) -> tuple[str, str] | None:
-    """Return the interface (name and address) through which a host is reached, or None if unknown."""
+    """Return the interface (name and address) through which this machine reaches a host, or None if
+    unknown.
+    """
     with contextlib.suppress(OSError):
         for family, _, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
@@ -114,7 +116,7 @@ def towards(host: str) -> tuple[str, str] | None:
 
 
 def listening(address: str) -> socket.socket:
-    """Return a listening socket on a free port."""
+    """Return a socket that listens on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     result = socket.socket(family, socket.SOCK_STREAM)
     result.bind((address, 0))
@@ -123,7 +125,7 @@ def listening(address: str) -> socket.socket:
 
 
 def unreached(places: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """Try to connect to several addresses at the same time.
+    """Try to connect to several addresses at the same time, and return the reasons for failures.
 
     Return the failures with their reasons.
 

@@ -1,4 +1,4 @@
-"""Check that ranks can open enough connections and checkpoint files."""
+"""Check that ranks are allowed to open enough connections and checkpoint files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PER_RANK = 2  # connections to the store, in the rank that holds it: torch's an
 
 
 def require_open_files(ranks: int) -> None:
-    """Raise the limit on open files to the minimum for a rank if it is lower.
+    """Raise the limit on open files, if it is lower, to the minimum that a rank needs.
 
     If the store cannot open connections, torch's clients retry for ten minutes and print a page each time; if
     a single rank cannot open a socket, gloo ends it with a traceback.

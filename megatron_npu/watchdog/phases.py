@@ -1,4 +1,4 @@
-"""Record the current phase of the main thread, which running code enters by name."""
+"""Record the current phase of the main thread, which the running code enters by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _entered: list[Name] = []  # the innermost one last; another thread reads it
 
 @contextlib.contextmanager
 def phase(name: Name) -> Iterator[None]:
-    """Enter a phase for the block or the decorated function.
+    """Enter a phase of the main thread for the ``with`` block or the decorated function.
 
     An inner phase takes precedence.
 

@@ -1,4 +1,6 @@
-"""Read the main thread's position from its stack in another thread, without cost to the main thread."""
+"""Read the main thread's position from its stack, in another thread and without slowing the main thread
+down.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _WAIT = "selectors"  # in which they do so
 
 @dataclass(frozen=True)
 class Place:
-    """Description of the position of a thread.
+    """A description of the position of a thread in the program.
 
     Attributes:
         phase: the phase of the run; see ``phases``.
@@ -77,9 +79,7 @@ def of_main_thread() -> Place:
 
 
 def _waits_for_people(frames: list[FrameType]) -> bool:
-    """Return True if the process waits for people: a server for requests, or a prompt or debugger for a
-    user.
-    """
+    """Return True if the process waits for people, such as a server for requests or a prompt for input."""
     if not frames or "pydevd" in sys.modules:  # a plain prompt has no frame; editors hide theirs
         return True
     tops = [_module(each).partition(".")[0] for each in frames]

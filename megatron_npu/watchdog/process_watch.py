@@ -1,4 +1,4 @@
-"""Run the watchdog of this process, which ``begin`` starts and the end of the run stops."""
+"""Run the watchdog of this process, which ``begin`` starts and which stops at the end of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_npu.watchdog.rank import Rank
 
 
 class _OfProcess:
-    """State of this process's watchdog.
+    """The state of this process's watchdog.
 
     Attributes:
         step: the number of the current training step.
@@ -32,12 +32,12 @@ _process = _OfProcess()
 
 
 def step(number: int) -> None:
-    """Record the number of the step that starts."""
+    """Record the number of the training step that starts now."""
     _process.step = number
 
 
 def begin(step_now: Callable[[], int] = lambda: _process.step) -> None:
-    """Start the watchdog until the process ends.
+    """Start the watchdog, which runs until the process ends.
 
     All ranks must call this.
 
@@ -73,7 +73,7 @@ def end() -> None:
 
 
 def failed(error: BaseException) -> bool:
-    """Return True if another rank caused an error.
+    """Return True if the error was caused by another rank.
 
     If not, report the error to the other ranks.
 
@@ -87,7 +87,7 @@ def failed(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Run the watchdog within the block.
+    """Run the watchdog inside the ``with`` block.
 
     A process group must exist.
     """

@@ -1,4 +1,4 @@
-"""Mark calls of ``input`` as waiting for a person."""
+"""Mark calls of ``input`` as waits for a person."""
 
 from __future__ import annotations
 

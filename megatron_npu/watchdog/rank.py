@@ -37,7 +37,7 @@ class _StoreEndedError(Exception):
 
 
 class Rank:
-    """The watchdog of one rank.
+    """The watchdog of one rank, which runs in a thread.
 
     Args:
         board: the records of the run.
@@ -110,7 +110,7 @@ class Rank:
         return self._told.is_set()
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """End the process with an error, printed unless another rank is the reported cause."""
+        """End the process with an error, which is printed unless another rank is reported as the cause."""
         if os.getpid() == self._owner:
             self.failed(error)
             if self._told.is_set() and (isinstance(error, RuntimeError) or _is_of_a_collective(error)):
@@ -130,7 +130,7 @@ class Rank:
             self._store_is_gone(error)
 
     def _look(self) -> None:
-        """Send a heartbeat, wait, and check on the other ranks."""
+        """Send a heartbeat, wait, and check the other ranks."""
         self._beat()
         if not self._processes:
             self._meet()
@@ -154,7 +154,7 @@ class Rank:
             self._see_whether_anybody_moves()
 
     def _hear_signals(self) -> None:
-        """Ask all other ranks to print their stacks after SIGUSR1, as this rank has already done."""
+        """Ask all other ranks to print their stacks after a SIGUSR1, as this rank has already done."""
         if signal.SIGUSR1 in self._deaths.signals:
             self._board.ask_for_stacks(self._rank)
         self._deaths.signals.clear()
@@ -175,7 +175,7 @@ class Rank:
         self._board.beat(self._rank, self._stillness.look())
 
     def _meet(self) -> None:
-        """Find the processes of the other ranks once all ranks have registered."""
+        """Find the processes of the other ranks, once all ranks are registered."""
         own = Process.own(self._rank)
         if not self._has_entered:
             self._board.enter(own)
@@ -190,7 +190,7 @@ class Rank:
         self._next_neighbour()
 
     def _hear_of_ends(self, seconds: float) -> None:
-        """Wait, and handle processes of this machine that have ended.
+        """Wait, and handle the processes of this machine that have ended.
 
         Raises:
             _StoreEndedError: the store ended with one of them. A request to the store would print a page of
@@ -202,7 +202,7 @@ class Rank:
             self._ended(process)
 
     def _ended(self, process: Process) -> None:
-        """Report the reason why a process has ended."""
+        """Report why a process has ended."""
         error = self._board.left(process.rank)
         if error == "" or self._has_own_error:
             return
@@ -211,7 +211,7 @@ class Rank:
         self._judge(verdicts.of_end(process, error, beat))
 
     def _find_silent(self) -> None:
-        """Report ranks that failed or stopped sending heartbeats after a failed collective."""
+        """Report ranks that have failed or have stopped sending heartbeats, after a collective has failed."""
         others = self._others_without_end()
         if self._told.is_set():
             return
@@ -228,7 +228,7 @@ class Rank:
         self._looked.set()
 
     def _others_without_end(self) -> list[Process]:
-        """Return the other running ranks, and report those that ended with an error."""
+        """Return the other ranks that are still running, and report those that ended with an error."""
         others = [each for each in self._processes if each.rank != self._rank]
         ends = self._board.ends([each.rank for each in others]) if others else []
         for process, error in zip(others, ends, strict=True):
@@ -237,7 +237,7 @@ class Rank:
         return [process for process, error in zip(others, ends, strict=True) if error is None]
 
     def _living(self, processes: list[Process]) -> list[Process]:
-        """Return the ranks that have not recorded their end."""
+        """Return the ranks that have not yet recorded their end."""
         ends = self._board.ends([each.rank for each in processes]) if processes else []
         return [process for process, error in zip(processes, ends, strict=True) if error is None]
 
@@ -260,7 +260,7 @@ class Rank:
             self._neighbour, self._heard = living[0], (-1, time.monotonic())
 
     def _listen(self, word: Word) -> None:
-        """Check that the neighbor's heartbeat, of which ``word`` is the latest, still advances."""
+        """Check that the heartbeat of the next rank still advances; ``word`` is the latest heartbeat."""
         if not self._processes or self._neighbour == self._rank:
             return
         if word.number != self._heard[0]:
@@ -278,7 +278,7 @@ class Rank:
             self._judge(verdicts.of_neighbour(neighbour, beat, silence))
 
     def _see_whether_anybody_moves(self) -> None:
-        """Report the ranks for which others wait, if no rank has made progress for too long."""
+        """Report the ranks for which the others are waiting, if no rank has made progress for too long."""
         if self._stillness.still < self._limit or not self._processes:
             return
         living = self._living(self._processes)
@@ -297,7 +297,7 @@ class Rank:
             self._tell(self._board.judge(verdict))
 
     def _tell(self, verdict: str) -> None:
-        """Print the verdict, and end this process unless its main thread ends it."""
+        """Print the verdict, and end this process unless its main thread does so."""
         print(f"megatron_npu: rank {self._rank} exits: {verdict}", file=sys.stderr, flush=True)
         if "\n" in verdict:  # a hang, and where each rank stands is of interest
             stacks.print_now()
@@ -314,7 +314,9 @@ class Rank:
             os._exit(_EXIT)
 
     def _wait_for_hearers(self) -> None:
-        """Wait until all ranks know the verdict, except ranks that ended or lost their heartbeat."""
+        """Wait until all ranks know the verdict, except for ranks that have ended or whose heartbeat has
+        stopped.
+        """
         began, own = time.monotonic(), Process.own(self._rank)
         first = self._last_words(self._processes)
         while (waited := time.monotonic() - began) < _HEARING:
@@ -330,12 +332,12 @@ class Rank:
             time.sleep(_LATER)
 
     def _say_cut(self, seconds: float) -> str:
-        """Return the message for a store that does not answer."""
+        """Return the message about a store that does not answer."""
         first = self._processes[0] if self._processes and self._rank else None
         return verdicts.of_cut(self._rank, first, self._board.where, seconds)
 
     def _store_is_gone(self, error: Exception) -> None:
-        """Handle the loss of the store, which means the loss of a machine if another launcher served it."""
+        """Handle the loss of the store, which may mean that the machine that served it is lost."""
         self._alone = True
         self._guard.stop()
         first = next(iter(self._processes), None)
@@ -345,7 +347,7 @@ class Rank:
             self._tell(verdicts.of_store(first, has_ended=False, error=error))
 
     def _without_store(self, first: Process | None, error: Exception) -> None:
-        """End the process if it waits in vain for the process that served the store."""
+        """End the process if it waits too long for the process that served the store."""
         gone = isinstance(error, _StoreEndedError)
         stands, since = place.of_main_thread(), time.monotonic()
         while not self._stopping.is_set():
@@ -376,7 +378,7 @@ def _limit_exit() -> None:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return True if the type of the error, or of one of its causes, means a lost rank in a collective.
+    """Return True if the error, or one of its causes, means that a collective lost a rank.
 
     0.16.1 converts every error during dataset construction to a plain ``Exception``.
     """
@@ -388,9 +390,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 def _is_of_a_launcher_elsewhere(first: Process) -> bool:
-    """Return True if an agent on another machine serves the store, and thus outlives ranks that end
-    normally.
-    """
+    """Return True if an agent on another machine serves the store, which then outlives the ranks."""
     own = Process.own(-1)
     return not _rank_0_holds_store() and (first.host, first.space) != (own.host, own.space)
 

@@ -1,4 +1,4 @@
-"""Support ``torchrun --max-restarts``: detect stale addresses of an earlier attempt in a store."""
+"""Support ``torchrun --max-restarts`` by detecting addresses that an earlier attempt left in a store."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _PAUSE = 5.0  # seconds between two looks: the whole process was stopped, by a s
 
 
 class Stillness:
-    """Check the position of the main thread about once a second.
+    """Checks the position of the main thread about once per second.
 
     Args:
         limit: the maximum number of seconds without progress.
@@ -31,7 +31,7 @@ class Stillness:
         self.still = 0.0  # seconds, at the last look
 
     def look(self) -> Beat:
-        """Return the current position of the main thread, and the time since its last change."""
+        """Return the current position of the main thread, and the time since it last changed."""
         now, stands, step = time.monotonic(), place.of_main_thread(), self._step_now()
         if now - self._looked > _PAUSE:  # this thread has not looked either
             self._moved += now - self._looked
@@ -50,7 +50,9 @@ class Stillness:
         return Beat(self._number - 1, step, self.still, *words)
 
     def _is_at_work(self, stands: place.Place) -> bool:
-        """Return True if others compute for the idle main thread, or if a save or load makes progress."""
+        """Return True if other threads compute for the idle main thread, or if saving or loading makes
+        progress.
+        """
         if self._elsewhere.computes():
             return True
         if stands.phase == SAVING and sending.by_client(stands.frames) and self._sending.gets_on():

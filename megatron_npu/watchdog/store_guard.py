@@ -1,4 +1,4 @@
-"""End a rank that has lost its network.
+"""End a rank that has lost its network connection to the store.
 
 The connection to the store would fail only after 15 minutes.
 
@@ -46,7 +46,7 @@ class StoreGuard:
         self._stopping.set()
 
     def answered(self) -> None:
-        """Record that the store has answered."""
+        """Record that the store has just answered."""
         self._answers += 1
 
     def _run(self) -> None:

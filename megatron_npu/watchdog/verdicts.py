@@ -1,4 +1,4 @@
-"""Determine late ranks from the records of all ranks, and format the messages about them."""
+"""Determine from the records of all ranks which ranks are late, and format the messages about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Numbered = TypeVar("_Numbered", Beat, Word)
 
 
 def of_end(process: Process, error: str | None, beat: Beat) -> str:
-    """Return the message for a process that ended.
+    """Return the message about a process that has ended.
 
     ``error`` is None if it did not report an error.
     """
@@ -32,12 +32,12 @@ def silent(
 
 
 def of_silent(gone: Sequence[Told]) -> str:
-    """Return the message for ranks whose heartbeat stopped while another rank failed."""
+    """Return the message about ranks whose heartbeat stopped while another rank failed."""
     return "; ".join(f"{process} is lost, last seen {beat}" for process, beat in gone)
 
 
 def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
-    """Return the message for a rank whose heartbeat the next rank no longer receives."""
+    """Return the message about a rank whose heartbeat the next rank no longer receives."""
     return (
         f"{process} has sent no heartbeat for {seconds:.0f} s: it is suspended, or its machine is down; "
         f"last seen {beat}{beat.stack()}"
@@ -45,7 +45,7 @@ def of_neighbour(process: Process, beat: Beat, seconds: float) -> str:
 
 
 def late(living: Sequence[Process], beats: Sequence[Beat], still: float) -> list[Told]:
-    """Return the ranks for which the other ranks wait, if no rank makes progress.
+    """Return the ranks for which the others are waiting, if no rank makes progress.
 
     Ranks outside a collective block those inside one, and ranks in an earlier step block those in a later
     step. If neither criterion applies, all ranks are returned.
@@ -88,7 +88,7 @@ def _stacks(waited_for: Sequence[Told]) -> str:
 
 
 def of_cut(rank: int, first: Process | None, where: str, seconds: float) -> str:
-    """Return the message about an unresponsive store in another process."""
+    """Return the message about a store in another process that does not answer."""
     return (
         f"rank {rank} exits: the run's store at {where} has not answered for {seconds:.0f} s: the "
         f"network to the machine of {first or 'rank 0'} is interrupted, or that machine is suspended or "

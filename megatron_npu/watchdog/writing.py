@@ -1,4 +1,4 @@
-"""Detect from I/O counters whether a save makes progress, and which file blocks it.
+"""Detect from I/O counters whether saving a checkpoint makes progress, and which file blocks it.
 
 A hanging disk, a network file system without its server, or a lock that is never released makes a save wait
 at one line of Python without using CPU time. A slow save also waits, but bytes are written. A load is judged
@@ -25,7 +25,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 @dataclass
 class Writing:
-    """Compare the bytes written so far with those at the last progress of a save."""
+    """Detects progress in a save from the number of bytes written since the last progress."""
 
     _own: dict[int, int] | None = field(default=None)
     _to_disk: int = 0
@@ -56,7 +56,7 @@ class Writing:
 
 
 def current_file() -> str:
-    """Return the file being written and its size.
+    """Return the file that is being written, and its size.
 
     The result is the file of a blocked call, or else the newest file.
 
@@ -91,7 +91,7 @@ def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
 
 
 def _written_to_disk() -> int:
-    """Return the number of bytes that this machine has written to its disks and network file systems."""
+    """Return the number of bytes that this machine has written to disks and network file systems."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("nr_written "):
@@ -114,7 +114,7 @@ def _waits_for_disk(pid: int) -> bool:
 
 
 def _descriptors_waited_with(pid: int) -> Iterator[int]:
-    """Yield the first argument of each thread's current system call.
+    """Yield the first argument of the current system call of each thread.
 
     For a write, it is the file descriptor.
     """
@@ -124,7 +124,7 @@ def _descriptors_waited_with(pid: int) -> Iterator[int]:
 
 
 def _open_files(pid: int) -> Iterator[tuple[int, tuple[str, os.stat_result]]]:
-    """Yield the regular files that a process has open for writing, by descriptor.
+    """Yield the regular files that a process has opened for writing, by descriptor.
 
     Standard streams are excluded.
     """

@@ -1,1 +1,1 @@
-"""Provide helpers that this project's web servers share: addresses and response headers."""
+"""Provide helpers that this project's web servers share, for addresses and response headers."""

@@ -19,7 +19,7 @@ _WAITING = 128  # connections that wait to be taken
 
 
 class Address(NamedTuple):
-    """Host name or IP address, and port.
+    """A host name or IP address, and a port.
 
     Port 0 selects any free port.
     """
@@ -76,14 +76,14 @@ def listening(given: str, wanted: Address) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """Return the URL of a server for a browser on this machine."""
+    """Return the URL of a server for use in a browser on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def require_packages(asking: str) -> None:
-    """Check that the packages that serve HTTP are installed.
+    """Check that the packages for serving HTTP are installed.
 
     Args:
         asking: the flag or command that requires the packages.

@@ -1,4 +1,4 @@
-"""Define the HTTP headers of every response of this project's servers."""
+"""Define the HTTP headers that every response of this project's servers contains."""
 
 from __future__ import annotations
 

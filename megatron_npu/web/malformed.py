@@ -1,4 +1,4 @@
-"""Responses to requests that turn out to be malformed while they are handled."""
+"""Suppress the application's response if uvicorn finds a request malformed while it is being handled."""
 
 from __future__ import annotations
 

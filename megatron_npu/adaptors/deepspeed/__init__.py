@@ -1,1 +1,1 @@
-"""Contain the adaptors for the two Megatron-DeepSpeed checkouts, and their shared code."""
+"""Contain the adaptors for two Megatron-DeepSpeed checkouts, and the code that they share."""

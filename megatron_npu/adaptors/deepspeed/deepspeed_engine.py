@@ -31,8 +31,8 @@ def connect(recorder: Recorder, mpu: str) -> None:
         "weights steps from others",
     )
     def initialise_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``deepspeed.initialize`` without the configuration file's name, and fix the returned
-        engine.
+        """Call ``deepspeed.initialize`` without the name of the configuration file, and fix the engine
+        that it returns.
         """
         deepspeed: Any = importlib.import_module("deepspeed")
         real = deepspeed.initialize
@@ -58,7 +58,7 @@ def connect(recorder: Recorder, mpu: str) -> None:
 
 
 def refuse_other_models(args: Any, pipeline: bool) -> None:
-    """Reject a model for which upstream's training loop cannot run a step.
+    """Reject a model for which upstream's training loop is unable to run a step with DeepSpeed's engine.
 
     Args:
         args: upstream's arguments, with ``--deepspeed``.
@@ -91,7 +91,7 @@ def show_loss_scale(optimizer: Any) -> None:
 
 
 def time_backward_once(engine: Any) -> None:
-    """Time this stage's backward pass only in the pipeline, and not in DeepSpeed's hook as well.
+    """Time this stage's backward pass only once, in the pipeline code but not in DeepSpeed's hook.
 
     With ``"wall_clock_breakdown": true``, DeepSpeed 0.19.8 starts two timers when a stage's backward pass
     begins (``PipelineEngine._exec_backward_pass``), and starts them again in a hook (``_backward_prologue``).
@@ -126,7 +126,7 @@ def clip_fp32_gradients(engine: Any, mpu: Any) -> None:
 
 
 def _counts_here(parameter: torch.nn.Parameter, mpu: Any) -> bool:
-    """Return True if this process counts the parameter in the norm.
+    """Return True if this process counts the given parameter in the gradient norm.
 
     Only one replica of each parameter is counted.
     """

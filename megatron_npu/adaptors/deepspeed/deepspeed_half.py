@@ -16,7 +16,7 @@ _OPTIMIZERS = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_U
 
 
 def initialize(deepspeed_initialize: Callable[..., Any], /, **given: Any) -> Any:
-    """Call ``deepspeed.initialize``, and make the engine start and scale the loss as it does with ZeRO.
+    """Call ``deepspeed.initialize``, and make the first step and the loss scaling work as with ZeRO.
 
     Without ZeRO, DeepSpeed 0.19.8 takes one step with zero gradients at the start to create the moments. As a
     result, the weights decay once, and Adam's bias correction starts at step 2, which shrinks the first
@@ -56,7 +56,7 @@ def multiply_the_loss(engine: Any) -> None:
 
 
 def step_from_loaded_weights(engine: Any) -> None:
-    """Make the engine continue from loaded weights if no optimizer state was loaded.
+    """Make the engine continue from the loaded weights if they were loaded without an optimizer state.
 
     DeepSpeed 0.19.8 copies the loaded weights to the optimizer's fp32 weights only with ``load_module_only``.
     Otherwise, the first step reverts to the weights with which the model was built.
@@ -91,14 +91,14 @@ class LossTimesScale:
         self.optimizer = optimizer
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` ``[]`` multiplied by the loss scale, in fp32."""
+        """Return the scalar ``loss`` multiplied by the loss scale, in fp32."""
         return loss.float() * self.optimizer.loss_scale_config.cur_scale
 
     def unscale_(self, optimizer: Any) -> None:
         """Do nothing, because the optimizer's ``step`` unscales and clips the gradients."""
 
     def step(self, optimizer: Any) -> None:
-        """Run the optimizer's step unchanged."""
+        """Call the optimizer's ``step`` method, which unscales and clips the gradients."""
         optimizer.step()
 
     def update(self) -> None:

@@ -51,7 +51,9 @@ def connect_start(recorder: Recorder) -> None:
 
 
 def meet(original: Callable[..., None]) -> None:
-    """Set the rank of a process without a launcher, and remove stale locks of DeepSpeed's compilations."""
+    """Set the rank of a process without a launcher, and remove stale lock files of DeepSpeed's
+    compilations.
+    """
     rendezvous.provide_address()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -73,7 +75,8 @@ _REMEDY = (
 
 
 def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[ModuleType]]) -> None:
-    """Record patches that keep checkpoints private and checksummed, and that load them without running code.
+    """Record the patches that make checkpoints private, write checksums, and load checkpoints without running
+    code.
 
     This includes the checkpoints of DeepSpeed's engine.
 
@@ -97,7 +100,7 @@ def connect_checkpoints(recorder: Recorder, enumerations: Callable[[], Iterable[
     )
     @watchdog.phase("loading")
     def load_data_only(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """Load tensors, numbers and arguments, but no code.
+        """Load a checkpoint's tensors, numbers and arguments without executing code from it.
 
         An invalid file raises a one-line error.
         """
@@ -162,7 +165,9 @@ def save_privately(
 
 @contextlib.contextmanager
 def _tagged_afterwards(engine: Any, root: str) -> Iterator[str]:
-    """Yield the name of the folder into which the engine saves, and record it as the newest afterwards."""
+    """Yield the name of the folder into which the engine saves, and afterwards record this folder as the
+    newest.
+    """
     tag = f"global_step{engine.global_steps}"
     replaced = Replaced()  # the engine may have a method of its own, set by a program
     replaced.set(
@@ -257,12 +262,14 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
 
 
 def zero_stage(args: argparse.Namespace, config: dict[str, Any]) -> int:
-    """Return the higher of the ZeRO stages in upstream's arguments and in DeepSpeed's configuration."""
+    """Return the ZeRO stage, which is the higher one of those in upstream's arguments and DeepSpeed's
+    configuration.
+    """
     return max(int(args.zero_stage), int((config.get("zero_optimization") or {}).get("stage", 0)))
 
 
 def read_configuration(path: str | None) -> dict[str, Any]:
-    """Return DeepSpeed's configuration.
+    """Read DeepSpeed's configuration from a JSON file.
 
     Raises:
         UsageError: the file does not exist or is not a JSON object.

@@ -1,4 +1,6 @@
-"""Provide the decorators of ``patching`` bound to this upstream, and reasons to skip patches."""
+"""Provide the decorators of ``patching``, bound to this upstream, and the conditions under which patches
+are skipped.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ own_backport = partial(around, upstream_bug=True, condition=decorators.own_backp
 
 
 def transformer_engine_present() -> str | None:
-    """Return the reason why a replacement for TransformerEngine's kernels is not needed, or None."""
+    """Return the reason why TransformerEngine's kernels need no replacement, or None if they need one."""
     return None if standins.te_layers() else installed("transformer_engine")
 
 
 def te_layers_present() -> str | None:
-    """Return the reason why a replacement for TransformerEngine's layers is not needed, or None.
+    """Return the reason why TransformerEngine's layers need no replacement, or None if they need one.
 
     TransformerEngine is installed, or our layers are registered under its names.
     """
@@ -33,12 +35,14 @@ def te_layers_present() -> str | None:
 
 
 def te_layers_not_ours() -> str | None:
-    """Return the reason why a patch for our layers with TransformerEngine's names is not needed, or None."""
+    """Return the reason why layers under TransformerEngine's names need no patch, or None if they need
+    one.
+    """
     if standins.te_layers():
         return None
     return installed("transformer_engine") or NotAsked("MEGATRON_NPU_TE is not local")
 
 
 def fused_optimizer_present() -> str | None:
-    """Return the reason why a replacement for fused optimizers is not needed, or None."""
+    """Return the reason why fused optimizers need no replacement, or None if they need one."""
     return transformer_engine_present() or installed("apex")

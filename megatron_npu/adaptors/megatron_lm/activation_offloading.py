@@ -1,4 +1,4 @@
-"""Support ``--fine-grained-activation-offloading`` as in megatron-core 0.16.
+"""Support ``--fine-grained-activation-offloading`` as megatron-core 0.16 does.
 
 Saved activations are offloaded to the host. ``arguments`` adds and checks the flag.
 """
@@ -20,7 +20,7 @@ activation_offloading.connect(records)
     why="--fine-grained-activation-offloading and --offload-modules, which are newer than this version",
 )
 def move_what_layers_save(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Attach offloading to the modules of the layers if it is enabled."""
+    """Attach offloading to modules of the layers if the flags enable it."""
     from megatron import get_args
 
     original(self, *args, **kwargs)

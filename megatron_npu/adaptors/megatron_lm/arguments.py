@@ -1,4 +1,6 @@
-"""Patch ``megatron.arguments``: flags of this package, and arguments of torch's current launchers."""
+"""Patch ``megatron.arguments`` to add this package's flags, and to accept the arguments of torch's
+current launchers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ around("megatron.arguments:_add_training_args", why=WHY_FLAGS)(add_attention_fla
 def add_linear_loss(
     original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    """Add a flag of later Megatron versions for the linear loss."""
+    """Add the flag of later Megatron versions that selects the linear loss."""
     parser = original(parser)
     parser.add_argument(
         "--cross-entropy-fusion-impl",
@@ -56,7 +58,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_BUFFERS)(declaring(hccl
 def choose_buffers(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject the HCCL buffer flag on other backends, and record the arguments otherwise."""
+    """Reject the HCCL buffer flag on other backends, and store the arguments if the flag is permitted."""
     hccl_buffers.choose(args)
     return original(args, *rest, **named)
 
@@ -68,7 +70,7 @@ def choose_buffers(
 def tell_adam(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Enable swapping in Adam, or reject the flag."""
+    """Enable the swapping of moments in Adam, or reject the flag."""
     memory_flags.check_swap_optimizer(args)
     if args.swap_optimizer:
         from apex.optimizers import FusedAdam as FoundAdam  # the real one, or ours under that name
@@ -89,7 +91,7 @@ around("megatron.arguments:_add_training_args", why=_WHY_OFFLOADING)(
 def check_activation_offloading(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **named: Any
 ) -> argparse.Namespace:
-    """Reject unsupported combinations after upstream has determined which layers are recomputed."""
+    """Reject unsupported combinations of flags, after upstream has determined which layers are recomputed."""
     validated = original(args, *rest, **named)
     memory_flags.check_activation_offloading(validated)
     return validated

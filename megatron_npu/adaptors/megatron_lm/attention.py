@@ -49,7 +49,9 @@ class FlashSelfAttention(torch.nn.Module):
         self.causal, self.softmax_scale, self.dropout_p = causal, softmax_scale, attention_dropout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map queries ``[b, sq, n, d]`` and keys and values ``[b, sk, n, d]`` to ``[b, sq, n, d]``."""
+        """Compute attention: map queries ``[b, sq, n, d]`` and keys and values ``[b, sk, n, d]`` to ``[b,
+        sq, n, d]``.
+        """
         query, key, value = (tensor.transpose(0, 1) for tensor in (q, k, v))
         return attend(
             query,
@@ -69,7 +71,7 @@ class FlashSelfAttention(torch.nn.Module):
     "anyway",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
-    """Build the layer without upstream's flash-attention path, because CoreAttention is already fused."""
+    """Build the layer without upstream's flash-attention code, because CoreAttention is already fused."""
     with core_attention.without_flash("use_flash_attn") as asked:
         original(self, *positional, **keywords)
     core_attention.give_flags(self, self.core_attention)
@@ -86,5 +88,5 @@ def initialise_fused(original: Callable[..., None], self: Any, *positional: Any,
     order=1,  # what keeps weights lies inside
 )
 def with_contiguous_gradient(original: Callable[..., Any], ctx: Any, grad_output: Tensor) -> Any:
-    """Make the gradient contiguous before calling the original."""
+    """Make the gradient contiguous, and then call the original function."""
     return original(ctx, grad_output.contiguous())

@@ -1,4 +1,4 @@
-"""Provide functions that ``tools/checkpoint_util.py`` calls but that this commit lacks."""
+"""Provide functions that ``tools/checkpoint_util.py`` calls but that are missing in this commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.adaptors.megatron_lm.decorators import around
     until="the tool calls mpu.set_... (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set ``mpu.parallel_state`` to ``mpu`` for the tool."""
+    """Set ``mpu.parallel_state`` to ``mpu``, as the tool expects."""
     from megatron.core import mpu
 
     mpu.parallel_state = mpu
@@ -35,7 +35,5 @@ def name_parallel_state(original: Callable[..., Any], *args: Any, **kwargs: Any)
     until="transformers request a group only with fp8 (fixed by megatron-core 0.12); 285068c8 is frozen",
 )
 def none_without_groups(original: Callable[..., Any]) -> Any:
-    """Return None, which stands for a group of this process alone, if torch.distributed is not
-    initialized.
-    """
+    """Return None, which means a group with only this process, if torch.distributed is not initialized."""
     return original() if torch.distributed.is_initialized() else None

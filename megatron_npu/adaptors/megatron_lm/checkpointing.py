@@ -1,4 +1,4 @@
-"""Patch ``megatron.checkpointing``: safe loading, checksums, and atomic tracker files."""
+"""Patch ``megatron.checkpointing`` for safe loading, checksums, and atomic tracker files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ around(
     "code 0; torch.load up to 2.5 executes any code in the file",
 )
 def load_data_only(original: Callable[..., Any], load_dir: str, *args: Any, **kwargs: Any) -> Any:
-    """Load tensors, numbers and arguments, but no code.
+    """Load a checkpoint's tensors, numbers and arguments without executing code from it.
 
     An invalid file raises a one-line error.
     """
@@ -55,7 +55,7 @@ around("megatron.checkpointing:_load_base_checkpoint", why=random.OTHER_DEVICE)(
 def refresh_main_weights(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Copy the loaded weights to the fp32 weights with ``--bf16``, as upstream does with ``--fp16``."""
+    """Copy the loaded weights to the fp32 main weights with ``--bf16``, as upstream does with ``--fp16``."""
     from megatron import get_args
 
     iteration = original(model, optimizer, *rest, **kwargs)
@@ -77,7 +77,7 @@ def refresh_main_weights(
 def require_what_is_evaluated(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Require a checkpoint for evaluation.
+    """Raise an error if an evaluation has no checkpoint to evaluate.
 
     Training, which has an optimizer, may start without one.
     """
@@ -114,7 +114,7 @@ _CHOSEN: ContextVar[int | None] = ContextVar("selects the iteration to load", de
 def compare_checksums(
     original: Callable[..., int], model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Verify the checksums of the checkpoint to load.
+    """Verify the checksums of the checkpoint that is about to be loaded.
 
     If the flag is given, use an older valid one instead.
     """
@@ -164,7 +164,7 @@ around(
 )
 @watchdog.phase(watchdog.SAVING)
 def save_privately(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Save private files and their checksums.
+    """Save a checkpoint in private files, and write their checksums.
 
     The tracker is renamed once all files are written.
     """

@@ -1,4 +1,4 @@
-"""Record the patches in ``shared`` that this upstream has in common with others."""
+"""Record the patches that this upstream has in common with others, which ``shared`` defines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Support ``--hccl-group-buffer-adaptive`` for the groups of ``mpu`` and the local DDP."""
+"""Support ``--hccl-group-buffer-adaptive`` for the process groups of ``mpu`` and the local DDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUPS = {
 
 @around("megatron.core.parallel_state:initialize_model_parallel", devices=("npu",), why=communicators.WHY)
 def fit_buffers(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Choose buffer sizes for the groups whose message sizes follow from the arguments."""
+    """Choose the buffer sizes of those groups whose message sizes follow from the arguments."""
     original(*args, **kwargs)
     if not hccl_buffers.asked():
         return

@@ -1,4 +1,4 @@
-"""Patch ``megatron.data``: index files that need neither a compiler nor pickle, and iterators."""
+"""Patch ``megatron.data`` for index files that need neither a compiler nor pickle, and for iterators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorators of ``patching``, bound to this upstream."""
+"""Provide the decorators of ``patching``, bound to this upstream."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from megatron_npu.adaptors.shared import gradients
 
 @around("megatron.model.distributed:DistributedDataParallel._make_param_hook", why=gradients.WHY)
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Add vector gradients at the end of the backward pass, and update only the table rows that were read."""
+    """Add the gradients of vectors at the end of the backward pass, and update only the table rows that
+    were read.
+    """
     if param.dim() != 1:
         gradients.may_take_rows(param)
         return original(self, param)

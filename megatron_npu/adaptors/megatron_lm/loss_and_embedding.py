@@ -1,4 +1,6 @@
-"""Patch vocabulary-parallel cross-entropy and embedding, and the loss computed from the model's output."""
+"""Patch the vocabulary-parallel cross-entropy and embedding, and the loss computed from the model's
+output.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from megatron_npu.ops.embedding import vocab_parallel_embedding
     "sums the gradients of a frequent token in 16 bits on the cpu",
 )
 def embedding_forward(self: Any, input_: Tensor) -> Tensor:
-    """Map token ids ``[...]`` to ``[..., h]``, summed over the tensor-parallel group."""
+    """Look up embeddings: map token ids ``[...]`` to ``[..., h]``, summed over the tensor-parallel group."""
     from megatron.core.tensor_parallel.layers import reduce_from_tensor_model_parallel_region
 
     start, end = self.vocab_start_index, self.vocab_end_index
@@ -39,7 +41,7 @@ _WHY = "upstream keeps an fp32 softmax of all logits from forward to backward; o
 def cross_entropy_forward(
     ctx: Any, vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Map logits ``[s, b, v/p]`` and targets ``[s, b]`` to the loss ``[s, b]`` in fp32.
+    """Compute the loss ``[s, b]`` in fp32 from logits ``[s, b, v/p]`` and targets ``[s, b]``.
 
     Label smoothing is applied over the whole vocabulary. Upstream applies it over each rank's part, so its
     loss depends on the parallel size.
@@ -70,7 +72,7 @@ def post_language_model_processing(
     parallel_output: bool,
     fp16_lm_cross_entropy: bool,
 ) -> Tensor:
-    """Return the fp32 loss ``[b, s]`` of ``[s, b, h]`` and labels.
+    """Return the loss ``[b, s]`` in fp32, computed from hidden states ``[s, b, h]`` and labels.
 
     Without labels, return logits ``[b, s, v]``.
 

@@ -1,4 +1,6 @@
-"""Patch ``megatron.optimizer``: multi-tensor calls, and gradient buffers for current torch versions."""
+"""Patch ``megatron.optimizer``: its multi-tensor calls, and its gradient buffers for current torch
+versions.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ for _target in (
     why="upstream reinterprets the gradient buffers through TypedStorage._untyped, renamed in torch 2.0",
 )
 def initialise_with_views(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Provide the old method name during the call, and then replace the buffers by views of the same
-    memory.
+    """Provide a method under its old name during the call, and afterwards make the buffers views of the
+    same memory.
     """
     with _untyped_storage_by_its_old_name():
         original(self, *args, **kwargs)

@@ -18,7 +18,7 @@ from megatron_npu.adaptors.shared.decorators import WITHOUT_CUDA
     "and with HCCL treats the result as having no gradient",
 )
 def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
-    """Gather tensors without autograd.
+    """Gather tensors outside autograd.
 
     The callers mark the result as a leaf.
     """
@@ -34,7 +34,7 @@ def gather_without_grad(original: Callable[..., Any], tensor: Tensor) -> Any:
     ),
 )
 def send_whole_tensors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Send and receive whole tensors if splitting them would give a single part."""
+    """Send and receive whole tensors if splitting them would result in a single part."""
     from megatron import get_args
     from megatron.core import mpu
 

@@ -1,4 +1,6 @@
-"""Patch the start of a run: initialization, uncompiled kernels, and a log line before the first step."""
+"""Patch the start of a run: initialization, kernel compilation, which is skipped, and a log line before
+the first step.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,6 @@ around(
     why="init_process_group needs MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., None]) -> None:
-    """Set a rendezvous address for a process without a launcher."""
+    """Set a rendezvous address for a process that was started without a launcher."""
     rendezvous.provide_address()
     original()

@@ -40,6 +40,6 @@ def tell_layers_their_norms(original: Callable[..., None], self: Any, *args: Any
 
 @around(f"{_TRANSFORMER}:ParallelTransformerLayer.forward", devices=("npu",), why=residual_norms.WHY)
 def forward(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Map ``[s, b, h]`` to ``[s, b, h]``, with the layer's norms known to its residual additions."""
+    """Run the layer on ``[s, b, h]``, with residual additions that also compute the layer's norms."""
     with residual_norms.read_by(getattr(self, _NORMS, ()) if self.training else ()):
         return original(self, *args, **kwargs)

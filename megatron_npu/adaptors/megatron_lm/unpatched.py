@@ -1,4 +1,4 @@
-"""List functions that are deliberately not patched.
+"""List the upstream functions that are deliberately not patched.
 
 Only their pins are compared.
 """

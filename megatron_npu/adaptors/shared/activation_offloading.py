@@ -33,7 +33,7 @@ _hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda 
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the patch that linear layers require while saved tensors are offloaded."""
+    """Record the patch that linear layers require when saved tensors are offloaded."""
     options: dict[str, Any] = {"devices": ("npu", "cuda"), "why": f"{_WHY} ({memory_flags.OFFLOADING})"}
     recorder.around(f"{_FUNCTION}.forward", **options)(keep_weight)
     recorder.around(f"{_FUNCTION}.backward", **options)(with_kept_weight)
@@ -53,7 +53,7 @@ _WEIGHT = "megatron_npu_weight"
 
 
 class _Keeping:
-    """Wrapper of an autograd context that keeps the weight object instead of saving it.
+    """Wrapper of an autograd context that keeps a reference to the weight instead of saving it.
 
     With hooks, autograd returns a new tensor for everything that it has saved, even if the hooks return the
     tensor that they were given, so a parameter would lose its attributes. In addition, a hook cannot move a
@@ -70,18 +70,18 @@ class _Keeping:
         setattr(self.ctx, name, value)
 
     def save_for_backward(self, input: Tensor, weight: Tensor) -> None:
-        """Save only the input for autograd."""
+        """Save the input with autograd, and the weight as a plain attribute of the context."""
         self.ctx.save_for_backward(input)
         setattr(self.ctx, _WEIGHT, weight)
 
     @property
     def saved_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return the input and the weight."""
+        """Return the input and the weight, as upstream's backward function expects."""
         return self.ctx.saved_tensors[0], getattr(self.ctx, _WEIGHT)
 
 
 def attach(layers: Sequence[Any], modules: Sequence[str], smallest: int) -> None:
-    """Offload the tensors that the modules of ``layers`` save, except in the last layer.
+    """Offload the tensors that the modules of all ``layers`` except the last one save.
 
     The backward pass of the last layer runs next, so its tensors are not moved.
 

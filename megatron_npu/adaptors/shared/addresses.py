@@ -1,4 +1,4 @@
-"""Support checkpoints of stock scripts in object storage (``msc://``), if upstream can write them."""
+"""Support checkpoints of stock scripts in object storage (``msc://``), if upstream is able to write them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_address(place: str | Path | None) -> bool:
 
 
 def require_supported(args: Any) -> None:
-    """Check that upstream can read and write the addresses in ``--save`` and ``--load``.
+    """Check that upstream can read and write the addresses given by ``--save`` and ``--load``.
 
     Raises:
         UsageError: upstream does not support the address, and would create a folder with that name.

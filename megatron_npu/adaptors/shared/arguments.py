@@ -1,4 +1,4 @@
-"""Add this package's flags to the parsers of all upstreams."""
+"""Add this package's flags to the argument parsers of all upstreams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_attention_flags(original: Callable[..., Any], parser: argparse.ArgumentP
 
 
 def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
-    """Make the parser's message about an unknown flag suggest its replacement or similar flags.
+    """Make the parser suggest a replacement or similar flags in its message about an unknown flag.
 
     The error is printed without the list of all flags, which has hundreds of lines, and torchrun repeats it.
     """
@@ -47,7 +47,7 @@ def _explain_unknown_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _hint(flag: str, known: Collection[str]) -> str:
-    """Return a line about an unknown flag, or an empty string if no known flag is similar."""
+    """Return a hint for an unknown flag, or an empty string if no known flag is similar."""
     instead = instead_of(flag, known)
     if instead:
         return f"\nmegatron_npu: {flag}: use {instead}."
@@ -56,7 +56,9 @@ def _hint(flag: str, known: Collection[str]) -> str:
 
 
 def declaring(declare: Callable[[Callable[..., Any]], None]) -> Callable[..., argparse.ArgumentParser]:
-    """Return a function to record with ``around`` that adds flags with ``declare`` after upstream's flags."""
+    """Return a function, to be recorded with ``around``, that adds flags with ``declare`` after
+    upstream's own flags.
+    """
 
     def add(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser

@@ -43,7 +43,7 @@ def add_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -> 
 
 
 def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the checksum and saving flags that all checkouts have in common."""
+    """Add the flags for checksums and saving that all checkouts have in common."""
     parser = original(parser)
     parser.add_argument(
         "--no-verify-checkpoint",
@@ -56,7 +56,7 @@ def add_verify_flag(original: Callable[..., Any], parser: argparse.ArgumentParse
 
 
 def folder(root: str | Path, iteration: int, *, release: bool = False) -> Path:
-    """Return the folder of a checkpoint, for an iteration or for released weights."""
+    """Return the folder of a checkpoint, which contains either an iteration or released weights."""
     return Path(root) / (RELEASE if release else f"iter_{iteration:07d}")
 
 
@@ -69,7 +69,7 @@ def begin_save(place: Path) -> None:
 
 @dataclass
 class Save:
-    """Save of a checkpoint that is in progress.
+    """A save of a checkpoint that is in progress.
 
     Attributes:
         tracker: the file that will name the checkpoint.
@@ -102,7 +102,8 @@ def under_way() -> Save | None:
 
 @contextlib.contextmanager
 def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
-    """Write checksums of the files that a script saves within the block, before the tracker names them.
+    """Write checksums of the files that a script saves inside the ``with`` block, before the tracker names
+    them.
 
     If a run is killed during the save, the tracker still names the previous checkpoint, which is complete.
     All ranks must call this.
@@ -128,7 +129,7 @@ def saving(root: str | Path, place: Path, *, verifies: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def beginning(root: str | Path, place: Path) -> Iterator[Save]:
-    """Allow a script to start a save within the block, while the tracker has a temporary name.
+    """Allow a script to start a save inside the ``with`` block, while the tracker has a temporary name.
 
     Yields the save, whose tracker may also be published after the block.
     """
@@ -147,13 +148,13 @@ def beginning(root: str | Path, place: Path) -> Iterator[Save]:
 
 
 def tracker_to_write(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-    """Return the tracker's path, or its temporary path while a save is in progress."""
+    """Return the path of the tracker file, or its temporary path while a save is in progress."""
     name, save = original(*args, **kwargs), under_way()
     return name if save is None else str(save.partial)
 
 
 def named(tracker: str) -> str:
-    """Return the final path of a tracker with a temporary name."""
+    """Return the final path of a tracker file, given its temporary path."""
     save = under_way()
     return tracker if save is None else str(save.tracker)
 
@@ -164,7 +165,7 @@ def is_first() -> bool:
 
 
 def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractContextManager[None]:
-    """Verify the files of a checkpoint while the block loads it. All ranks must call this.
+    """Verify the files of a checkpoint while the ``with`` block loads it. All ranks must call this.
 
     Args:
         place: the checkpoint's folder. If None, nothing is verified.
@@ -177,7 +178,7 @@ def verifying(place: Path | None, remedy: str = REMEDY) -> contextlib.AbstractCo
 
 
 def require_same(root: str | Path, place: Path | None) -> None:
-    """Check that all ranks load the same checkpoint or none. All ranks must call this.
+    """Check that all ranks load the same checkpoint, or that no rank loads one. All ranks must call this.
 
     Raises:
         UsageError: the machines of the ranks have different checkpoints under ``root``.
@@ -186,13 +187,13 @@ def require_same(root: str | Path, place: Path | None) -> None:
 
 
 def is_release(root: str | Path) -> bool:
-    """Return True if the tracker under ``root`` names released weights instead of an iteration."""
+    """Return True if the tracker file under ``root`` names released weights instead of an iteration."""
     place = of_tracker(root)
     return place is not None and place.name == RELEASE
 
 
 def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
-    """Return the checkpoint that a script loads, or None.
+    """Return the checkpoint that a script will load, or None.
 
     Newer checkpoints are logged.
 
@@ -209,7 +210,7 @@ def to_load(root: str | Path, chosen: int | None = None) -> Path | None:
 
 
 def of_tracker(root: str | Path) -> Path | None:
-    """Return the checkpoint that the tracker under ``root`` names, or None."""
+    """Return the checkpoint that the tracker file under ``root`` names, or None."""
     tracker = Path(root) / TRACKER
     text = tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else ""
     if text == RELEASE:

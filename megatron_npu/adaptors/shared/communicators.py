@@ -19,7 +19,7 @@ WHY = (
 
 
 def fit_group(group: ProcessGroup, name: str) -> None:
-    """Choose a group's buffer size from the message sizes that the arguments imply for ``name``.
+    """Choose the buffer size of the process group ``name`` from the message sizes that the arguments imply.
 
     If the options of the group set the buffer size, it is not changed.
     """
@@ -27,7 +27,9 @@ def fit_group(group: ProcessGroup, name: str) -> None:
 
 
 def fit_buffer(group: ProcessGroup, message: int, name: str) -> None:
-    """Choose a group's buffer size from its largest message in bytes, unless its options set the size."""
+    """Choose a process group's buffer size from its largest message in bytes, unless its options already
+    set it.
+    """
     _fit(group, name, hccl_buffers.size_of(message))
 
 
@@ -42,7 +44,7 @@ def _fit(group: ProcessGroup, name: str, size: int | None) -> None:
 
 
 def say_buffer(group: str, mebibytes: int | None) -> None:
-    """Log once how much device memory a communicator uses, and the default amount, in MiB."""
+    """Log once how much device memory a communicator uses, and how much it would use by default, in MiB."""
     default = hccl_buffers.default()
     if mebibytes is not None and mebibytes != default:
         _say_once(group, mebibytes, default)

@@ -1,4 +1,4 @@
-"""Share the core attention code of the older Megatron checkouts."""
+"""Implement the core attention that the older Megatron checkouts share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHY_SOFTMAX = "upstream's kernels are CUDA extensions, which it compiles at sta
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the core attention of a checkout with ``CoreAttention`` in ``megatron/model/transformer.py``.
+    """Record the patches for the class ``CoreAttention`` in a checkout's ``megatron/model/transformer.py``.
 
     The softmax is recorded too, for attention that does not use it.
 
@@ -37,7 +37,8 @@ def connect(recorder: Recorder) -> None:
 def forward(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
-    """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, n, d]`` to ``[sq, b, n * d]``.
+    """Compute attention: map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, n, d]`` to ``[sq, b, n *
+    d]``.
 
     The layer's ``attention_flags`` contain the window and the layout. If the layer has none, the default
     values of the flags apply.
@@ -77,7 +78,7 @@ def without_flash(*names: str) -> Iterator[bool]:
 
 
 def give_flags(layer: Any, core: Any) -> None:
-    """Set the window and layout of a ``ParallelAttention`` from the flags.
+    """Set the window and the layout of a ``ParallelAttention`` according to the flags.
 
     Both are set on the core attention of the ``ParallelAttention``. Cross-attention has no window.
     """
@@ -88,12 +89,12 @@ def give_flags(layer: Any, core: Any) -> None:
 
 
 def scale_of(layer: Any) -> float:
-    """Return the scale of the scores, including the factor of --apply-query-key-layer-scaling."""
+    """Return the scale of the attention scores, including the factor of --apply-query-key-layer-scaling."""
     return (layer.scale_mask_softmax.scale or 1.0) / layer.norm_factor
 
 
 def more_is_masked_than_the_future() -> bool:
-    """Return True if the mask of a causal layer hides more than future keys.
+    """Return True if the mask of a causal layer does more than hide future keys.
 
     This is the case with ``--reset-attention-mask`` (several documents in a sample) and in T5's decoder
     (padding).
@@ -107,7 +108,8 @@ def more_is_masked_than_the_future() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, flags: AttentionFlags, **kwargs: Any) -> Tensor:
-    """Return the attention output ``[sq, b, n * d]``, contiguous, for keys and values ``[sk, b, n, d]``.
+    """Return the attention output ``[sq, b, n * d]`` as a contiguous tensor, for keys and values ``[sk, b, n,
+    d]``.
 
     Args:
         flags: the window, and the layout with which the operation is called. Heads stay a separate dimension,
@@ -130,7 +132,7 @@ def recomputed(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Recompute attention, saving only the memory of the three input tensors.
+    """Compute attention with recomputation in the backward pass, saving only the three input tensors.
 
     A layer that also recomputes the up-projection frees the tensors itself, so in that case they are left
     unchanged.
@@ -141,7 +143,7 @@ def recomputed(
 
 
 def out_of_larger_memory(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy each tensor whose storage is not fully used by the given tensors.
+    """Copy each tensor that uses only part of its storage, taking all given tensors together.
 
     This applies to the values when queries and keys are rotated: the rotated tensors are new, and the values
     would keep the memory of the whole projection allocated. If the three tensors fill the memory, they are
@@ -175,12 +177,13 @@ def dropout_generator(dropout_p: float, sequence_parallel: bool) -> contextlib.A
 
 
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return True if ``forward_fused_softmax`` and upstream's torch path give the same result."""
+    """Return True if ``forward_fused_softmax`` gives the same result as upstream's torch code."""
     return self.scaled_masked_softmax_fusion and (self.attn_mask_type.name != "causal" or sq == sk)
 
 
 def forward_fused_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """Map scores ``[b, n, sq, sk]`` to probabilities, like ``FusedScaleMaskSoftmax``; same shape and dtype.
+    """Convert attention scores ``[b, n, sq, sk]`` to probabilities like ``FusedScaleMaskSoftmax``, in the
+    same dtype.
 
     A causal mask that hides more than later keys (``--reset-attention-mask``) is respected; the
     causal kernel of Megatron-LM 285068c8 ignores it.

@@ -61,7 +61,7 @@ _WHY_LAZY = (
 
 
 def through_a_map(original: Callable[..., Any], path: str, impl: str, *args: Any, **kwargs: Any) -> Any:
-    """Open a ``lazy`` or ``cached`` dataset as an ``mmap`` dataset."""
+    """Open a dataset that is requested as ``lazy`` or ``cached`` as an ``mmap`` dataset."""
     lazy = impl in ("lazy", "cached", "infer") and lazy_index.is_lazy(f"{path}.idx")
     return original(path, "mmap" if lazy else impl, *args, **kwargs)
 

@@ -25,7 +25,7 @@ def recorder(upstream: str) -> Recorder:
 
 
 def installed(*packages: str) -> str | None:
-    """Return the first installed package of ``packages``, or None.
+    """Return the first package in ``packages`` that is installed, or None.
 
     An installed package makes a patch for its absence unnecessary.
     """
@@ -34,7 +34,7 @@ def installed(*packages: str) -> str | None:
 
 
 def upstream_compiles() -> str | None:
-    """Return the reason to skip a patch for code that upstream compiles on CUDA, or None.
+    """Return the reason for skipping a patch of code that upstream compiles on CUDA, or None.
 
     Such a patch is not needed if none of our kernels will run.
     """
@@ -48,7 +48,9 @@ def upstream_compiles() -> str | None:
 
 
 def backports_not_wanted() -> str | None:
-    """Return the reason to skip a fix for upstream's wrong numbers, or None if the user requests the fix."""
+    """Return the reason for skipping a fix of upstream's wrong numbers, or None if the user requests the
+    fix.
+    """
     variable = settings.BACKPORT
     if variable.enabled():
         return None
@@ -56,7 +58,9 @@ def backports_not_wanted() -> str | None:
 
 
 def own_backports_not_wanted() -> str | None:
-    """Return the reason to skip a fix that this project's own training programs always apply, or None."""
+    """Return the reason for skipping a fix that this project's own training programs always apply, or
+    None.
+    """
     return None if OURS.get() else backports_not_wanted()
 
 
@@ -66,5 +70,7 @@ def is_backport(patch: Patch) -> bool:
 
 
 def is_cured_in_own_programs(patch: Patch) -> bool:
-    """Return True if ``patch`` fixes wrong numbers and is applied in this project's own training programs."""
+    """Return True if ``patch`` fixes wrong numbers and is always applied in this project's own training
+    programs.
+    """
     return patch.condition is own_backports_not_wanted

@@ -1,4 +1,4 @@
-"""Write gradients directly to Megatron's buffers instead of through autograd.
+"""Add gradients directly to Megatron's buffers, without passing them through autograd.
 
 Gradients of vectors (biases and norms) are added to the buffer in one call at the end of the backward pass
 instead of one launch per vector, of which there are eight per layer. Deferred vectors need little memory. On
@@ -35,7 +35,9 @@ def let_wait(parameter: Tensor, total: Tensor) -> None:
 
 
 def may_wait(parameter: Any) -> None:
-    """Record that ``keep`` may add to a parameter's gradient buffer when the backward pass ends."""
+    """Record that ``keep`` may delay additions to a parameter's gradient buffer until the backward pass
+    ends.
+    """
     setattr(parameter, _MAY_WAIT, True)
 
 
@@ -52,17 +54,21 @@ def keep(parameter: Any, grad: Tensor) -> bool:
 
 
 def may_take_rows(parameter: Any) -> None:
-    """Record that no part of a table's gradient buffer is sent before the backward pass ends."""
+    """Record that no part of a table's gradient buffer is sent to other ranks before the backward pass
+    ends.
+    """
     setattr(parameter, _TAKES_ROWS, True)
 
 
 def takes_rows(parameter: Any) -> bool:
-    """Return True if ``may_take_rows`` was called, so that autograd need not return the table's gradient."""
+    """Return True if ``may_take_rows`` was called for a table, so that autograd need not return its
+    gradient.
+    """
     return getattr(parameter, _TAKES_ROWS, False)
 
 
 def keep_rows(table: Any, rows: Tensor, grad: Tensor) -> bool:
-    """Add gradients ``[..., h]`` of the table rows ``[...]`` to the table's gradient buffer.
+    """Add gradients ``[..., h]`` of the given table rows ``[...]`` to the table's gradient buffer.
 
     Return False if the table has no buffer.
     """

@@ -1,4 +1,6 @@
-"""Support 16-bit training in older checkouts: conversion of inputs and outputs, and the overflow flag."""
+"""Support 16-bit training in older checkouts: convert inputs and outputs, and read the device's overflow
+flag.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def _convert(val: Any, dtypes: tuple[torch.dtype, ...], convertor: Callable[...,
 
 
 def heed_overflow_flag(original: Callable[..., bool], self: Any) -> bool:
-    """Make upstream's check detect an overflow that only the device's flag reports."""
+    """Make upstream's overflow check also detect overflows that only the device's flag reports."""
     if devices.current().overflowed():
         # upstream resets its own flag first; these gradients are thrown away in any case
         groups = self.optimizer.param_groups

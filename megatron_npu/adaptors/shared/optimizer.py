@@ -1,4 +1,6 @@
-"""Patch the mixed-precision optimizers of both Megatrons to merge loops over parameters."""
+"""Patch the mixed-precision optimizers of both Megatrons to replace loops over parameters with single
+calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ WHY = "upstream copies or casts with one launch per parameter" + LAUNCHES_COUNTE
 
 
 def copy_together(original: Callable[[Any], None], self: Any) -> None:
-    """Collect the copies that upstream's loop makes, and run them in one call.
+    """Collect the copies that a loop of upstream makes, and run them in one call.
 
     Gradients outside a buffer, which upstream frees one by one, are still handled by upstream.
     """

@@ -17,7 +17,7 @@ WHY = (
 
 
 def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make new files private (see ``files.tighten_umask``).
+    """Make new files private to the user and group (see ``files.tighten_umask``).
 
     This happens at the start of training, evaluation or inference, not when Megatron is imported, so that a
     program that uses Megatron as a library keeps its umask. Processes that the script starts inherit the
@@ -28,7 +28,7 @@ def tighten_umask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the files created by ``original`` private."""
+    """Make the files that ``original`` creates private to the user and group."""
     mask = files.tighten_umask()
     try:
         return original(*args, **kwargs)
@@ -37,7 +37,7 @@ def privately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keep_datasets(recorder: Recorder, module: str, *builders: str) -> None:
-    """Record patches that make .bin and .idx files written by a checkout's tools private.
+    """Record patches that make the .bin and .idx files written by a checkout's tools private.
 
     Args:
         recorder: the checkout's recorder.

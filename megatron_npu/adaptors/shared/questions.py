@@ -1,4 +1,4 @@
-"""Patch ``tasks/orqa`` to parse the answers in a question file, which upstream passes to ``eval``."""
+"""Patch ``tasks/orqa`` to parse the answers in a question file, which upstream would pass to ``eval``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.patching.registry import Recorder
 
 
 def connect(recorder: Recorder, module: str, *, until: str, versions: str = "") -> None:
-    """Record a patch that parses answers instead of evaluating them.
+    """Record a patch that parses answers in question files instead of evaluating them as code.
 
     Args:
         recorder: the checkout's recorder.

@@ -1,4 +1,6 @@
-"""Use the device's generator in Megatron's RNG tracker, also after loading another device's checkpoint."""
+"""Use the device's generator in Megatron's RNG tracker, even after loading a checkpoint from another type
+of device.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def connect(recorder: Recorder, module: str) -> None:
 
 
 def connect_host(recorder: Recorder) -> None:
-    """Record a patch that makes ``megatron.training:get_model`` use the host's generator for weights."""
+    """Record a patch that makes ``megatron.training:get_model`` draw weights with the host's generator."""
     recorder.around(
         "megatron.training:get_model",
         devices=("cpu",),
@@ -48,7 +50,7 @@ def connect_host(recorder: Recorder) -> None:
 
 
 def build_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the model with the host's generator.
+    """Build the model, drawing its weights with the host's generator.
 
     The states of the RNG tracker are not affected.
     """
@@ -57,7 +59,7 @@ def build_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Set the generator of this process's device to ``new_state`` (bytes, in host memory) immediately.
+    """Set the state of this process's device generator to ``new_state`` (bytes in host memory) immediately.
 
     Args:
         device: accepted for upstream's callers, which always pass the current device.
@@ -67,7 +69,8 @@ def set_cuda_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = F
 
 
 def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Load a checkpoint, but keep this run's generator states if another device type saved it.
+    """Load a checkpoint, but keep this run's generator states if the checkpoint was saved on another type of
+    device.
 
     ``original`` is upstream's ``_load_base_checkpoint``, whose first result contains the states.
     """
@@ -85,7 +88,7 @@ def with_own_generators(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
-    """Yield the generator states of a checkpoint, which upstream stores in one of three forms."""
+    """Yield the generator states in a checkpoint, which upstream stores in one of three forms."""
     if not isinstance(content, dict):
         return
     found = content.get("rng_state") or [content]
@@ -95,7 +98,7 @@ def _generator_states(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keep(states: dict[str, Any], own: Tensor) -> None:
-    """Replace the generator states of a checkpoint with the generator states of this run."""
+    """Replace the generator states in a checkpoint with those of this run."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     states["cuda_rng_state"], states["rng_tracker_states"] = own, get_cuda_rng_tracker().get_states()

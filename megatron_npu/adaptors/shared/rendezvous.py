@@ -1,4 +1,4 @@
-"""Provide a rendezvous address for a run that is started without a launcher."""
+"""Provide a rendezvous address for a run that was started without a launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handle resuming with a learning-rate and weight-decay schedule that differs from the checkpoint's.
+"""Handle a resumed run whose learning-rate or weight-decay schedule differs from that of the checkpoint.
 
 The most common reason is to train for longer, because ``--train-iters`` is part of the schedule. Unless a
 flag selects one of the two schedules, all trees reject this with an assertion that appears after about 800
@@ -27,7 +27,7 @@ def refuse_in_one_line(
     *,
     flags: str = "opt_param-scheduler",
 ) -> float:
-    """Replace upstream's error about different schedules by a short one that names the flags to use.
+    """Replace upstream's error about different schedules with a short error that names the flags to use.
 
     Args:
         original: upstream's ``_check_and_set``.

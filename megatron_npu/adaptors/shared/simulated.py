@@ -1,4 +1,4 @@
-"""Mark runs on simulated devices in logs that could be mistaken for hardware results."""
+"""Mark runs on simulated devices in logs that could otherwise be mistaken for results on hardware."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def connect_old_tree(recorder: Recorder, line: str) -> None:
 
 
 def on_hardware() -> str | None:
-    """Return the reason why these patches are not needed on this device, or None."""
+    """Return the reason why runs on this device need not be marked as simulated, or None."""
     return None if devices.current().simulated else "the device is hardware"
 
 
 def mark_line(original: Callable[..., Any], message: str) -> Any:
-    """Append the device's name to every log line with measurements."""
+    """Append the device's name to every log line that contains measurements."""
     line = str(message)
     return original(f"{line} {devices.current().title} |" if line.rstrip().endswith("|") else message)
 
 
 def mark_board(original: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Write TensorBoard curves to a folder that names the device, leaving other files in place."""
+    """Write TensorBoard curves to a folder that names the device, leaving existing files unchanged."""
     if getattr(args, "tensorboard_dir", None):
         args = argparse.Namespace(**vars(args))
         args.tensorboard_dir = devices.board_folder(args.tensorboard_dir)

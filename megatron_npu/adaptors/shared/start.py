@@ -1,4 +1,4 @@
-"""Share start-up code of the stock scripts of both Megatrons."""
+"""Implement start-up code that the stock scripts of both Megatrons share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def watch(get_args: Callable[[], Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron``, compile kernels, and start to monitor the connected ranks.
+    """Call ``initialize_megatron``, compile our kernels, and start to monitor the connected ranks.
 
     From this call until the process ends, rank 0 holds a lock on ``--save``.
 
@@ -75,7 +75,7 @@ def _hold_save_folder(args: Any) -> None:
 
 
 def connect_old_tree(recorder: Recorder) -> None:
-    """Record the patches that checkouts with ``megatron/initialize.py`` require at start-up.
+    """Record the patches that checkouts with ``megatron/initialize.py`` need at start-up.
 
     The functions in these files are similar across the trees.
 
@@ -106,7 +106,7 @@ def _watch_old_tree(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def announce_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Print the ledger's one-line summary on rank 0 before the first step."""
+    """Print the one-line summary of the ledger on rank 0 before the first step."""
     banner.before_step()
     return original(*args, **kwargs)
 
@@ -125,8 +125,14 @@ def set_jit_fusion_options() -> None:
 
 
 def load_no_kernels(args: Any) -> None:
-    """Do nothing. This replaces ``fused_kernels.load``, which compiles CUDA kernels inside the checkout."""
+    """Do nothing in place of loading CUDA kernels.
+
+    This replaces ``fused_kernels.load``, which compiles CUDA kernels inside the checkout.
+    """
 
 
 def compile_no_helpers() -> None:
-    """Do nothing. This replaces the function that compiles the dataset helpers inside the checkout."""
+    """Do nothing in place of compiling dataset helpers.
+
+    This replaces the function that compiles the dataset helpers inside the checkout.
+    """

@@ -20,7 +20,7 @@ COUNTS_TWICE = (
 
 
 def keep_the_end(original: Callable[[], Any]) -> Any:
-    """Build LAMBADA's passages, truncating long ones to their last tokens.
+    """Build the passages of LAMBADA, keeping only the last tokens of passages that are too long.
 
     Print how many were truncated.
     """
@@ -46,12 +46,12 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
 
 
 def count_each_once(original: Callable[..., Any], data_loader: Any, model: Any, eval_metric: str) -> Any:
-    """Run the evaluation without counting the examples that the sampler repeats."""
+    """Run the evaluation without counting examples that the sampler repeats."""
     return original(_without_repeated(data_loader, eval_metric), model, eval_metric)
 
 
 def _without_repeated(data_loader: Any, eval_metric: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches without repeated examples.
+    """Yield the batches with repeated examples removed.
 
     All ranks get the same number of batches, because upstream adds up results batch by batch.
 

@@ -1,4 +1,4 @@
-"""Compare the rotation angles of two models at the end of the longest supported text.
+"""Compare the rotation angles of two models at the end of the longest text that they support.
 
 The rest of the verification runs both models on a few tokens only, which does not show whether the scaling of
 positions agrees beyond the original context length of the model.
@@ -19,7 +19,7 @@ _LONGEST = 1 << 17  # tokens, whose angles take some 100 MB
 
 
 def length(args: Flags) -> int:
-    """Return the text length in tokens up to which rotation angles are compared."""
+    """Return the length in tokens up to which rotation angles are compared."""
     return min(args.max_position_embeddings, _LONGEST)
 
 
@@ -42,7 +42,7 @@ def theirs(model: Any, args: Flags) -> Tensor | None:
 
 
 def difference(gpt: Any, args: Flags, theirs: Tensor) -> float:
-    """Return the largest difference between ``theirs`` and the cosines and sines of a GPTModel.
+    """Return the largest difference between the given cosines and sines and those that a GPTModel uses.
 
     Args:
         gpt: the model, on its device.
@@ -56,5 +56,5 @@ def difference(gpt: Any, args: Flags, theirs: Tensor) -> float:
 
 
 def bound(tokens: int) -> float:
-    """Return the fp32 rounding error of an angle, the product of position and frequency."""
+    """Return the fp32 rounding error of an angle, which is the product of a position and a frequency."""
     return 1e-5 + 4e-7 * tokens

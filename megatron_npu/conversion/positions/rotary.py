@@ -1,4 +1,4 @@
-"""Convert rotary embeddings between ``config.json`` and flags for all families."""
+"""Convert the settings of rotary embeddings between ``config.json`` and flags, for all model families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
-    """Return the flags for the rotary keys.
+    """Return the flags that correspond to the rotary keys of ``config.json``.
 
     The keys may follow transformers 5, earlier versions, or both.
 
@@ -50,7 +50,7 @@ def flags(config: Config, usual_base: float = 1e4) -> dict[str, object]:
 
 
 def _agreeing(config: Config) -> dict[str, Any]:
-    """Merge the rotary tables and the top-level ``rope_theta``.
+    """Merge the tables of rotary settings with the top-level key ``rope_theta``.
 
     Values that occur twice must be equal.
 
@@ -69,7 +69,7 @@ def _agreeing(config: Config) -> dict[str, Any]:
 
 
 class _Scaling:
-    """Keys that describe a rotary scaling, with one method for each ``rope_type``.
+    """The keys that describe how a rotary embedding is scaled, with a method for each ``rope_type``.
 
     Args:
         config: all keys of ``config.json``.
@@ -81,7 +81,7 @@ class _Scaling:
         self._config, self._values = config, values
 
     def default(self) -> dict[str, object]:
-        """Return no flags, because this embedding is not scaled."""
+        """Return no flags, because an embedding of this type is not scaled."""
         return {}
 
     def linear(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class _Scaling:
         }
 
     def llama3(self) -> dict[str, object]:
-        """Return the flags for Llama 3's scaling, without the values built into megatron-core."""
+        """Return the flags for Llama 3's scaling, except for values that are built into megatron-core."""
         result: dict[str, object] = {"--rope-scaling-factor": self._number("factor", 8.0)}
         length = self._length(_LLAMA3_LENGTH if self._is_bare() else None)
         named = {
@@ -121,7 +121,7 @@ class _Scaling:
         return result | {flag: value for flag, (value, built_in) in named.items() if value != built_in}
 
     def _is_bare(self) -> bool:
-        """Return True if the factor is the only remaining key."""
+        """Return True if no key other than the scaling factor remains."""
         return not any(key in self._values for key in _LLAMA3) and not self._config.has(_LENGTH)
 
     def yarn(self) -> dict[str, object]:
@@ -142,7 +142,7 @@ class _Scaling:
         return result
 
     def _weights(self, factor: float) -> tuple[float, float]:
-        """Return ``--mscale`` and ``--mscale-all-dim``, which scale queries and keys."""
+        """Return the flags ``--mscale`` and ``--mscale-all-dim``, which scale queries and keys."""
         given = self._values.get("attention_factor")
         weights = self._number("mscale", 0.0, least=0), self._number("mscale_all_dim", 0.0, least=0)
         if given is None:
@@ -192,7 +192,7 @@ _ROUGH = "--no-yarn-correction-range-round-to-int"
 
 
 def keys(args: Flags) -> dict[str, object]:
-    """Return the rotary keys of ``config.json`` for transformers 5 and 4."""
+    """Return the rotary keys of ``config.json``, in the forms that transformers 5 and 4 read."""
     base = float(args.rotary_base)
     scaling = _scaling(args)
     parameters = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
@@ -208,7 +208,7 @@ def is_dynamic(args: Flags) -> bool:
 
 
 def needs_head_dim(args: Flags) -> bool:
-    """Return True if transformers requires the head size in ``config.json``.
+    """Return True if transformers requires the head size to be given in ``config.json``.
 
     Version 5.24 does so for Mixtral.
     """

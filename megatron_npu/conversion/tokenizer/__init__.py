@@ -1,1 +1,1 @@
-"""Copy the tokenizer of a converted checkpoint, and check that it produces the original ids."""
+"""Copy the tokenizer of a converted checkpoint, and check that the copy produces the same ids."""

@@ -1,4 +1,6 @@
-"""Provide texts for comparing tokenizers: scripts, numbers, spaces, code and special tokens."""
+"""Provide texts for comparing tokenizers, including various scripts, numbers, spaces, code and special
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _TEXTS = (
 
 
 def texts(special_tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the texts.
+    """Yield the texts for comparing tokenizers.
 
     Each special token occurs alone, repeated, and inside and between words.
     """

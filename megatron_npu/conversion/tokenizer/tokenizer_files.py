@@ -29,7 +29,7 @@ _LITERAL_END = f"{END_OF_TEXT} inside a text is read as ordinary characters, as 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Tokenizer for the built-in trainer.
+    """The tokenizer that was chosen for the built-in trainer.
 
     Attributes:
         flags: flags for the tokenizer and the model's vocabulary size.
@@ -46,7 +46,7 @@ class Chosen:
 def choose(
     source: Path, folder: Path, vocabulary: int, *, kind: str | None = None, end: str | None = None
 ) -> Chosen:
-    """Return the model's tokenizer after verifying that it encodes and decodes like transformers' tokenizer.
+    """Return the model's tokenizer, after checking that it encodes and decodes like that of transformers.
 
     Args:
         source: the Hugging Face folder, used in messages.
@@ -71,7 +71,7 @@ def choose(
 
 
 def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
-    """Return a NullTokenizer.
+    """Choose a NullTokenizer as the tokenizer of the converted model.
 
     Its end-of-text id is ``eos_token_id`` if that is set, or else the last id.
     """
@@ -90,7 +90,7 @@ def _numbers(folder: Path, vocabulary: int, said: str) -> Chosen:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Candidate tokenizer with its flags (except the vocabulary size) and the log lines."""
+    """A candidate for the tokenizer, with its flags (except the vocabulary size) and log lines."""
 
     tokenizer: tokenizer_proof.Tokenizer
     flags: list[str]
@@ -114,7 +114,7 @@ def _made(folder: Path, kind: str | None, names: list[str]) -> _Candidate:
 
 
 def _is_plain_gpt2(folder: Path) -> bool:
-    """Return True if only ``vocab.json`` and ``merges.txt`` define tokens, as in GPT-2."""
+    """Return True if tokens are defined only by ``vocab.json`` and ``merges.txt``, as in GPT-2."""
     added = hf.read_object(folder / hf.CONFIG).get("added_tokens_decoder")
     tokens = added.values() if isinstance(added, dict) else ()
     contents = [token.get("content") for token in tokens if isinstance(token, dict)]
@@ -168,7 +168,7 @@ def _rewritten(folder: Path, theirs: Any) -> list[str]:
 
 
 def _settle_end(folder: Path, theirs: Any) -> None:
-    """Make sure that the files define the end-of-text token.
+    """Make sure that the files define an end-of-text token.
 
     Raises:
         UsageError: the files do not determine it.
@@ -186,19 +186,19 @@ def _settle_end(folder: Path, theirs: Any) -> None:
 
 
 def _ends_of_the_model(folder: Path) -> set[int]:
-    """Return the end-of-text ids in ``config.json`` and in the generation settings."""
+    """Return the ids of the end-of-text tokens in ``config.json`` and in the generation settings."""
     return {token for name in (config.NAME, carried_files.GENERATION) for token in _ends(folder, name)}
 
 
 def _ends(folder: Path, name: str) -> list[int]:
-    """Return the ids in a file's ``eos_token_id``, which may contain one or several ids."""
+    """Return the ids in a file's key ``eos_token_id``, whose value may be one id or several."""
     value = hf.read_object(folder / name).get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _other_ends(folder: Path, end: int) -> list[str]:
-    """Return a warning if the tokenizer's end-of-text token is not among the model's."""
+    """Return a warning if the tokenizer's end-of-text token is not one of the model's end-of-text tokens."""
     ends = _ends_of_the_model(folder)
     if not ends or end in ends:
         return []
@@ -244,7 +244,7 @@ def _naming(source: Path, folder: Path) -> Iterator[None]:
 def copy_from_checkpoint(
     root: Path, args: Flags, tokenizer: tokenizers.Tokenizer, destination: Path
 ) -> dict[str, Any]:
-    """Copy a checkpoint's tokenizer into a Hugging Face folder.
+    """Copy the tokenizer of a checkpoint to a Hugging Face folder.
 
     Return keys for the folder's ``config.json``.
 
@@ -292,7 +292,7 @@ def _write_gpt2(args: Flags, destination: Path) -> None:
 
 
 def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    """Return the begin-of-text and end-of-text ids.
+    """Return the ids of the begin-of-text and the end-of-text tokens.
 
     The generation settings are removed, because their ids differ.
     """
@@ -303,7 +303,7 @@ def _ids_of(folder: Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def prove(tokenizer: tokenizers.Tokenizer, folder: Path) -> Iterator[str]:
-    """Check that transformers creates the checkpoint's tokenizer from a written folder.
+    """Check that transformers creates the tokenizer of the checkpoint from the folder that was written.
 
     Yield log lines.
 
@@ -363,7 +363,7 @@ def _hf_folder(root: Path, args: Flags) -> Path | None:
 
 
 def _harmless_keys(folder: Path) -> dict[str, Any]:
-    """Return the keys of a ``config.json`` that do not affect the model's computation."""
+    """Return those keys of a ``config.json`` that do not affect what the model computes."""
     ours = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
     carried = {key for key in config.HARMLESS - ours if not key.startswith("_")}  # which name the original
     return {key: value for key, value in config.read(folder).items() if key in carried}

@@ -1,4 +1,4 @@
-"""Check that the trainer's and transformers' tokenizers encode and decode identically.
+"""Check that the tokenizers of the trainer and of transformers encode and decode identically.
 
 If their token ids differ, even a model with bitwise identical weights generates gibberish or never stops.
 """
@@ -43,7 +43,7 @@ def reference(folder: Path) -> Any:
 
 
 def require_equal(ours: Tokenizer, theirs: Any) -> str:
-    """Check that both tokenizers agree, and return a log line about the result.
+    """Check that two tokenizers agree, and return a log line about the result.
 
     Raises:
         UsageError: the tokenizers differ; the error gives an example.
@@ -60,7 +60,7 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
 
 
 def difference(ours: Tokenizer, theirs: Any) -> str | None:
-    """Return an example for which two tokenizers differ, or None.
+    """Return an example text for which two tokenizers differ, or None.
 
     Megatron's GPT2BPETokenizer never recognizes ``<|endoftext|>`` inside a text as the special token, so such
     texts are not compared.

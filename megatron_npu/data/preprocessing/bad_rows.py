@@ -1,4 +1,4 @@
-"""Implement ``--skip-bad-rows N``: skip malformed rows, count them, and list them in a file."""
+"""Implement ``--skip-bad-rows N``, which skips malformed rows, counts them, and lists them in a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, rows: Sequence[BadRow]) -> None:
-        """Record the skipped rows of a batch.
+        """Add the skipped rows of a batch to the record.
 
         Raises:
             UsageError: the maximum number of skipped rows is exceeded.
@@ -57,7 +57,10 @@ class Skipped:
             )
 
     def publish(self) -> None:
-        """Write and log the list of skipped rows. If no row was skipped, remove an earlier list."""
+        """Write the list of skipped rows to a file, and log it.
+
+        If no row was skipped, remove an earlier list.
+        """
         if not self._rows:
             self.path.unlink(missing_ok=True)
             return

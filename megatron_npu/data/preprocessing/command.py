@@ -32,7 +32,7 @@ _VERIFY = "--verify"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command's parser, which has the flags of Megatron's own tool and some additional flags."""
+    """Return the parser of the command, which has all flags of Megatron's own tool and some more."""
     result = Parser("megatron-npu preprocess", description=__doc__)
     result.epilog = f"megatron-npu preprocess {_VERIFY} PREFIX ...: compare datasets with their checksums"
     add = result.add_argument_group("documents").add_argument
@@ -155,7 +155,7 @@ def _add_work(add: flags.Add) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     The code is 130 after an interrupt, when no file is written.
 
@@ -183,7 +183,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 
 def preprocess(arguments: argparse.Namespace) -> None:
-    """Encode all documents into one dataset per key. Either all datasets are written, or none.
+    """Encode all documents, and write one dataset for each key. Either all datasets are written, or none.
 
     Args:
         arguments: the arguments that were parsed by ``parser()``.
@@ -241,7 +241,7 @@ def _write(documents: corpus.Corpus, recipe: Recipe, arguments: argparse.Namespa
 
 
 def _recipe(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Recipe:
-    """Return the worker settings after trying each of them once in this process.
+    """Return the settings for the workers, after checking that they work in this process.
 
     Raises:
         UsageError: flags contradict each other, a tokenizer file is invalid, or the sentence model is
@@ -271,7 +271,7 @@ def _say_short(writer: indexed_dataset.Writer, cut: windows.Windows) -> None:
 
 
 class _Progress:
-    """Progress display: a bar on a terminal, and lines at regular intervals otherwise."""
+    """Display of the progress, as a bar on a terminal or as log lines at regular intervals."""
 
     def __init__(self, size: int | None, interval: int) -> None:
         self._interval = interval
@@ -289,7 +289,7 @@ class _Progress:
             print(self._line(), file=sys.stderr, flush=True)
 
     def watch(self, results: Iterator[Result]) -> Iterator[Result]:
-        """Yield the results unchanged while reporting the progress."""
+        """Yield the results unchanged, and report the progress."""
         for result in results:
             yield result
             before, self._documents = self._documents, self._documents + result.documents

@@ -1,4 +1,4 @@
-"""Open text files that are uncompressed or compressed as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
+"""Open text files that are plain or compressed as ``.gz``, ``.xz``, ``.bz2`` or ``.zst``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ENDINGS = (".gz", ".xz", ".bz2", ".zst")
 
 
 def plain_name(path: str) -> str:
-    """Return the name of a file without its compression extension."""
+    """Return the name of a file without the extension for its compression."""
     name = Path(path).name
     return Path(name).stem if Path(name).suffix in ENDINGS else name
 
 
 def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
-    """Return the decompressed stream. The file's extension determines the compression method.
+    """Return a stream of decompressed bytes. The file's extension determines the compression method.
 
     Args:
         path: the name of the file.
@@ -53,7 +53,7 @@ def decompressed(path: str, raw: BinaryIO) -> BinaryIO | io.BufferedIOBase:
 
 
 def require_plausible(path: str, size: int) -> None:
-    """Check the size of a document from a compressed file.
+    """Check that the size of a document in a compressed file is plausible.
 
     A few megabytes can decompress to more than a machine's memory, in which a document must fit.
 
@@ -73,7 +73,7 @@ def require_plausible(path: str, size: int) -> None:
 
 
 def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> bytes:
-    """Return the next ``size`` bytes of a stream, or fewer at its end.
+    """Return the next ``size`` bytes of a stream, or fewer at the end of the stream.
 
     A size of -1 returns all bytes.
 
@@ -93,7 +93,8 @@ def read(stream: BinaryIO | io.BufferedIOBase, path: str, size: int = -1) -> byt
 
 @cache
 def zstd_module() -> ModuleType | None:
-    """Return the module that reads .zst files: the standard library's since Python 3.14, or its backport.
+    """Return the module for reading .zst files, which is in the standard library since Python 3.14, or its
+    backport.
 
     The package ``zstandard`` is not used, because it does not raise an error for a truncated file.
     """

@@ -20,7 +20,7 @@ _TAKEN_FROM_FOLDERS = (".txt", ".json", ".jsonl", ".parquet", ".arrow")
 
 
 class Corpus(Protocol):
-    """Source of documents that yields JSON lines, always in the same order.
+    """A source of documents, which always yields JSON lines in the same order.
 
     Attributes:
         size: the size on disk in bytes, or None if it is unknown.
@@ -34,7 +34,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Documents from JSON-lines files, plain-text files and tables.
+    """The documents in JSON-lines files, plain-text files and tables.
 
     Attributes:
         paths: the paths of the files, in order.
@@ -46,11 +46,11 @@ class Files:
 
     @property
     def size(self) -> int:
-        """The size on disk in bytes."""
+        """The size of the files on disk in bytes."""
         return sum(Path(path).stat().st_size for path in self.paths)
 
     def batches(self) -> Iterator[jsonl.Batch]:
-        """Yield the batches of all files in the order of the files.
+        """Yield the batches of all files, one file after another.
 
         Raises:
             UsageError: a file cannot be read, decompressed, or decoded as plain text.
@@ -65,7 +65,7 @@ class Files:
 
 
 def named_by(arguments: argparse.Namespace, keys: Sequence[str]) -> Corpus:
-    """Return the document source that the flags select.
+    """Return the source of documents that the flags select.
 
     Raises:
         UsageError: both or neither of ``--input`` and ``--hf-dataset`` are given, or the input does not
@@ -116,7 +116,7 @@ def _paths(name: str) -> list[str]:
 
 
 def _below(folder: Path) -> list[str]:
-    """Return the text files in a folder and its subfolders, ordered by name.
+    """Return the text files in a folder and its subfolders, sorted by name.
 
     Raises:
         UsageError: the folder contains no text file.

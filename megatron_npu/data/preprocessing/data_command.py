@@ -24,7 +24,7 @@ _PIECE = 4096  # documents that merge copies at a time
 
 @dataclass(frozen=True)
 class Opened:
-    """A valid dataset, whose files are memory-mapped.
+    """A dataset that has been checked, whose files are memory-mapped.
 
     Attributes:
         prefix: the path of the dataset without ``.bin`` and ``.idx``.
@@ -42,7 +42,7 @@ class Opened:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     Raises:
         UsageError: the dataset does not exist, or is damaged.
@@ -96,7 +96,7 @@ def _add_flags(action: str, parser: argparse.ArgumentParser) -> None:
 
 
 def opened(prefix: str) -> Opened:
-    """Open a dataset after checking its files, its index and its ids.
+    """Check a dataset's files, index and ids, and open the dataset.
 
     Raises:
         UsageError: the dataset does not exist, or is damaged.
@@ -239,7 +239,7 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
 
 
 def _pieces(part: Opened) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
-    """Yield a few thousand documents at a time in the form that ``Writer.add`` expects."""
+    """Yield a few thousand documents at a time, in the form that ``Writer.add`` expects."""
     at = 0
     for first in range(0, part.summary.documents, _PIECE):
         bounds = np.asarray(part.documents[first : first + _PIECE + 1])

@@ -1,4 +1,4 @@
-"""Write checksums of a dataset to ``<prefix>.sums.json``, and verify them on first use.
+"""Write checksums of a dataset to ``<prefix>.sums.json``, and verify them when the dataset is first used.
 
 A flipped bit in a ``.bin`` file changes a token, and no other check detects this. The checksums detect
 damage, but not tampering. Each block of 4 MiB has a 64-bit XXH3 digest, so that a part of a large file can be
@@ -30,13 +30,13 @@ class Sums(TypedDict):
 
 
 class Summer:
-    """Compute the checksums of a file while it is written."""
+    """Computes the checksums of a file while the file is being written."""
 
     def __init__(self) -> None:
         self._size, self._blocks, self._digest = 0, list[str](), _digest()
 
     def add(self, data: bytes) -> None:
-        """Add the next bytes of the file."""
+        """Add the next bytes that are written to the file."""
         view = memoryview(data)
         while len(view):
             part = view[: BLOCK - self._size % BLOCK]
@@ -64,12 +64,12 @@ def _digest(data: bytes | bytearray = b"") -> Any:
 
 
 def path_of(prefix: str | Path) -> Path:
-    """Return the path of the file that contains a dataset's checksums."""
+    """Return the path of the file with the checksums of a dataset."""
     return Path(f"{prefix}.{ENDING}")
 
 
 def write(prefix: str | Path, sums: Mapping[str, Sums]) -> None:
-    """Write the checksums of a dataset's files.
+    """Write the checksums of the files of a dataset.
 
     The checksums are keyed by file extension.
     """
@@ -113,7 +113,7 @@ def exist(prefix: str | Path) -> bool:
     """Return True if a dataset has a checksum file.
 
     Raises:
-        UsageError: a folder, a pipe or a link to nothing is in its place.
+        UsageError: the path is that of a folder, a pipe or a broken link.
     """
     found = path_of(prefix)
     if os.path.lexists(found) and not found.is_file():
@@ -149,7 +149,7 @@ def _numbers(blocks: int, whole: bool) -> Iterator[int]:
 
 
 def _block(stream: Any) -> bytearray:
-    """Return the next block of a stream.
+    """Return the next block of bytes from a stream.
 
     A file on a network may require several read calls.
     """

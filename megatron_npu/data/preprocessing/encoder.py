@@ -1,4 +1,4 @@
-"""Encode batches of lines to token bytes in one or several processes, in the order of the input."""
+"""Encode batches of lines to bytes of tokens, in one or several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORDS_CACHED = 200_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a worker, small enough to be sent to each worker process.
+    """The settings of a worker, which are small enough to be sent to each worker process.
 
     Attributes:
         tokenizer: the settings of the tokenizer.
@@ -59,7 +59,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents of one batch, encoded for one key.
+    """The documents of one batch, encoded for one key.
 
     Attributes:
         tokens: the bytes of the tokens in the dataset's dtype.
@@ -90,7 +90,7 @@ class Result:
 
 
 class _WordCache(dict[str, bytes]):
-    """Cache that maps words to their token bytes.
+    """A cache that maps words to the bytes of their tokens.
 
     Words repeat often, and a lookup is many times cheaper than byte-pair encoding.
     """
@@ -111,7 +111,7 @@ class _WordCache(dict[str, bytes]):
 def _text_encoder(
     tokenizer: WordTokenizer | HuggingFaceTokenizer | NullTokenizer, special: bool, dtype: np.dtype
 ) -> Callable[[str], bytes]:
-    """Return a function that encodes a text to token bytes.
+    """Return a function that tokenizes a text and returns the tokens as bytes.
 
     The function adds special tokens if ``special`` is set.
     """
@@ -127,7 +127,7 @@ def _text_encoder(
 
 
 class Encoder:
-    """Encode batches of documents.
+    """Encodes batches of documents.
 
     The tokens of a batch do not depend on other batches.
 
@@ -147,7 +147,7 @@ class Encoder:
         self._sentences = recipe.sentences.splitter() if recipe.sentences else None
 
     def encode(self, batch: jsonl.Batch) -> Result:
-        """Encode a batch and return its tokens.
+        """Encode a batch, and return its tokens.
 
         Raises:
             LineError: a line is malformed, and lines are not skipped.
@@ -173,7 +173,7 @@ class Encoder:
         )
 
     def _sequences(self, texts: list[str]) -> list[bytes]:
-        """Return the non-empty sequences of a document, with ``eod`` at the end of the last one."""
+        """Return the sequences of a document that are not empty, with ``eod`` at the end of the last one."""
         if self._sentences is not None:
             texts = [sentence for text in texts for sentence in self._sentences(text)]
         sequences = [tokens for text in texts if (tokens := self._bytes_of(text))]
@@ -182,7 +182,7 @@ class Encoder:
         return sequences
 
     def _documents(self, sequences: list[bytes]) -> list[list[bytes]]:
-        """Split a document into its windows, if enabled.
+        """Split a document into windows, if this is enabled.
 
         Each resulting document is a list of sequences.
         """
@@ -193,7 +193,7 @@ class Encoder:
 
 
 def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> Generator[Result, None, None]:
-    """Yield the result of each batch in order, encoded by ``workers`` processes.
+    """Yield the results of all batches in order, as encoded by ``workers`` processes.
 
     1 means this process only.
 
@@ -235,7 +235,7 @@ def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
 
 @contextlib.contextmanager
 def _holding(number: signal.Signals) -> Iterator[None]:
-    """Block a signal inside the block, and deliver it afterwards.
+    """Delay the delivery of a signal until the end of the ``with`` block.
 
     Processes forked inside the block keep the signal blocked until they unblock it.
     """
@@ -257,7 +257,7 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[jsonl.Batch], ahead: 
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return the start method for workers.
+    """Return the method by which worker processes are started.
 
     Fork is preferred, because forked workers start immediately.
 
@@ -272,7 +272,7 @@ _encoder: Encoder | None = None  # of this worker process
 
 
 def _start_worker(recipe: Recipe) -> None:
-    """Make a worker ignore Ctrl-C, which its parent handles, and exit if its parent is gone."""
+    """Make a worker ignore Ctrl-C, which its parent handles, and exit if its parent has ended."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Read documents from the rows of a Hugging Face dataset, or of csv, json, parquet and arrow files.
+"""Read documents from the rows of a Hugging Face dataset or of csv, json, parquet and arrow files.
 
 The library `datasets` streams the rows: no file is downloaded as a whole, and nothing is cached.
 """
@@ -47,14 +47,14 @@ class Rows:
 
     @property
     def size(self) -> None:
-        """Always None, because the size of a stream is unknown."""
+        """Return None, because the size of a stream is unknown."""
         return None
 
     @classmethod
     def opened(
         cls, name: str, config: str | None, split: str, keys: Sequence[str], flag: str = "--hf-dataset"
     ) -> Rows:
-        """Open a split of a dataset.
+        """Open one split of a dataset.
 
         Args:
             name: a name on the hub, a file, a folder of files, or a folder written by ``save_to_disk``.

@@ -44,12 +44,12 @@ _REMEDY = "Create the dataset again with `megatron-npu preprocess`."
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return Megatron's token dtype for a vocabulary: uint16 below 65500 entries, otherwise int32."""
+    """Return Megatron's dtype for the tokens of a vocabulary: uint16 below 65500 entries, otherwise int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class Writer:
-    """Write one dataset under temporary names.
+    """Writes one dataset to files with temporary names.
 
     ``publish`` renames one or more datasets to their final names.
 
@@ -91,7 +91,7 @@ class Writer:
             self._bin.close()
 
     def add(self, tokens: bytes, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Append documents.
+        """Append documents to the dataset.
 
         Args:
             tokens: the bytes of the tokens.
@@ -134,7 +134,9 @@ class Writer:
 
 
 def publish(writers: Sequence[Writer]) -> None:
-    """Rename finished datasets to their final names, either all or none. The ``.idx`` files are renamed last.
+    """Rename all finished datasets to their final names, or rename none of them.
+
+    The ``.idx`` files are renamed last.
 
     The checksums are written after all renames; a dataset without checksums is not verified.
 
@@ -176,7 +178,7 @@ def _sequence_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarra
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The summary of a valid dataset.
+    """A summary of a dataset that has been checked.
 
     Attributes:
         dtype: the dtype of the tokens.
@@ -236,7 +238,9 @@ def sequence_lengths(prefix: str | Path) -> np.ndarray:
 
 
 def document_boundaries(prefix: str | Path) -> np.ndarray:
-    """Return the first sequence of each document of a valid dataset, then S: [D] int64, memory-mapped."""
+    """Return the first sequence of each document of a valid dataset, with the number of sequences as the
+    last entry.
+    """
     with lazy_index.mapped(f"{prefix}.idx") as path:
         _, sequences, boundaries = _read_header(Path(path))
         at = HEADER.size + 12 * sequences
@@ -250,7 +254,9 @@ def _require(path: Path, found: int, expected: int, what: str) -> None:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """Return the token dtype, S and D, after comparing the size of the file with them."""
+    """Return the token dtype and the numbers of sequences and documents, after checking the size of the
+    index file.
+    """
     with open(path, "rb") as stream:
         head = stream.read(HEADER.size)
     if not head.startswith(MAGIC):
@@ -307,7 +313,7 @@ def _ascends(values: np.ndarray) -> bool:
 
 
 def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[int, bool]:
-    """Return the largest id that was found, and whether only a sample was checked."""
+    """Return the largest token id that was found, and whether only a sample of the tokens was checked."""
     tokens = np.memmap(path, dtype=dtype, mode="r")
     blocks, sampled = _blocks(tokens)
     smallest, largest = 0, 0
@@ -323,7 +329,9 @@ def _check_tokens(path: Path, dtype: np.dtype, vocab_size: int | None) -> tuple[
 
 
 def _blocks(tokens: np.ndarray) -> tuple[Iterator[np.ndarray], bool]:
-    """Return blocks of all tokens or of an evenly spaced sample, and whether it is a sample."""
+    """Return blocks of tokens, which are all tokens or an evenly spaced sample, and whether they are a
+    sample.
+    """
     if tokens.nbytes <= _SAMPLE_BYTES:
         return (tokens[at : at + _CHUNK] for at in range(0, len(tokens), _CHUNK)), False
     size = _SAMPLE_BYTES // _SAMPLE_BLOCKS // tokens.itemsize

@@ -41,7 +41,7 @@ class Batch:
 
 
 def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
-    """Yield a file's lines in batches of about ``size`` bytes of text.
+    """Yield the lines of a file in batches of about ``size`` bytes of text.
 
     A longer line is a separate batch.
 
@@ -67,7 +67,7 @@ def batches(path: str, size: int = BATCH_BYTES) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A skipped line, described by its file, its number, the problem and the beginning of its text."""
+    """A skipped line, with its file, its number, the problem, and the beginning of its text."""
 
     file: str
     line: int
@@ -78,7 +78,7 @@ class BadRow:
 def documents(
     batch: Batch, keys: Sequence[str], bad: list[BadRow] | None = None
 ) -> Iterator[list[list[str]]]:
-    """Yield the sequences of each key for each line as ``[keys][sequences]``.
+    """Yield the sequences for each key of each line, as ``[keys][sequences]``.
 
     A text is one sequence.
 
@@ -147,7 +147,7 @@ def _texts(document: dict[str, object], key: str) -> list[str]:
 
 
 def _refuse_surrogates(text: str, key: str) -> None:
-    """Reject a lone surrogate, which JSON can express but UTF-8 cannot."""
+    """Reject a lone surrogate, which can be expressed in JSON but not in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Read documents from plain-text files (``.txt``), one document per file."""
+"""Read documents from plain-text files (``.txt``), each of which is one document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = 1 << 20  # bytes that are looked at
 
 
 def is_plain_text(path: str) -> bool:
-    """Return True if a file is a single document.
+    """Return True if a file is a plain-text file, which is read as a single document.
 
     This is a ``.txt`` file whose first line is not a JSON object.
 
@@ -38,7 +38,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def batch(path: str, key: str) -> Batch:
-    """Return a whole file as one JSON line, with its text under ``key`` and without a UTF-8 byte-order mark.
+    """Return a whole file as one JSON line that contains the text under ``key``, without a byte-order mark.
 
     Raises:
         UsageError: the file cannot be read or decompressed, or is not UTF-8.

@@ -1,4 +1,4 @@
-"""Split texts into sentences with nltk's Punkt (``--split-sentences``), like Megatron's own tool."""
+"""Split texts into sentences with nltk's Punkt (``--split-sentences``), as Megatron's own tool does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Sentences:
-    """Settings for splitting texts into sentences.
+    """The settings for splitting texts into sentences.
 
     Attributes:
         language: the name of the Punkt model (``--lang``).
@@ -53,7 +53,7 @@ def _punkt() -> Any:
 
 
 def _with_blanks(punkt: Any) -> Any:
-    """Return Punkt's rules, changed to keep the whitespace after a sentence in that sentence."""
+    """Return Punkt's rules, modified so that whitespace after a sentence remains part of it."""
     usual = punkt.PunktLanguageVars._period_context_fmt
     after, between = "%(SentEndChars)s", r"\s+(?P<next_tok>"
     for part in (after, between):

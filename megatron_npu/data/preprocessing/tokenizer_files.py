@@ -1,4 +1,4 @@
-"""Define the settings of each tokenizer, which are small enough to be sent to each worker."""
+"""Define the settings of each tokenizer, which are small enough to be sent to each worker process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (GPT2, HUGGING_FACE, *BERT, NULL)
 
 @dataclass(frozen=True)
 class GPT2Files:
-    """Settings of a GPT-2 tokenizer: the files ``vocab.json`` and ``merges.txt``."""
+    """The settings of a GPT-2 tokenizer: the files ``vocab.json`` and ``merges.txt``."""
 
     vocab_file: str
     merge_file: str
@@ -35,7 +35,7 @@ class GPT2Files:
 
 @dataclass(frozen=True)
 class BertFiles:
-    """Settings of a BERT tokenizer: the file ``vocab.txt``."""
+    """The settings of a BERT tokenizer: the file ``vocab.txt``."""
 
     vocab_file: str
     lower_case: bool
@@ -51,7 +51,7 @@ class BertFiles:
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """Settings of a Hugging Face tokenizer: a folder with ``tokenizer.json``.
+    """The settings of a Hugging Face tokenizer: a folder with ``tokenizer.json``.
 
     Attributes:
         folder: the path of the folder.
@@ -72,7 +72,7 @@ class HuggingFaceFiles:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Settings of a NullTokenizer.
+    """The settings of a NullTokenizer.
 
     A NullTokenizer needs no files, because the text consists of ids.
 

@@ -1,4 +1,6 @@
-"""Split documents into overlapping windows (``--seq-length L --stride S``), each a new document."""
+"""Split documents into overlapping windows (``--seq-length L --stride S``), each of which becomes a
+document.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Windows:
-    """Settings for windows of ``length`` tokens that start every ``stride`` tokens.
+    """The settings for windows of ``length`` tokens that start every ``stride`` tokens.
 
     The last window ends at the end of the document and may overlap more than the others, so that no token is
     lost. A document with fewer than ``length`` tokens becomes one shorter window.
@@ -21,12 +23,12 @@ class Windows:
     stride: int
 
     def starts(self, tokens: int) -> list[int]:
-        """Return the start positions of the windows of a document with the given number of tokens."""
+        """Return the positions at which the windows of a document with the given number of tokens start."""
         last = max(tokens - self.length, 0)
         return [*range(0, last, self.stride), last]
 
     def cut(self, tokens: bytes, itemsize: int) -> Iterator[bytes]:
-        """Yield the windows of a document's token bytes.
+        """Yield the windows of a document, given the bytes of its tokens.
 
         Args:
             tokens: the bytes of the document's tokens.

@@ -1,1 +1,1 @@
-"""Provide tokenizers without importing torch: GPT-2's BPE, BERT's WordPiece and Hugging Face's files."""
+"""Provide GPT-2's BPE tokenizer, BERT's WordPiece and Hugging Face tokenizers without importing torch."""

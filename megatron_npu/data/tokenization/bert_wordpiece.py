@@ -1,4 +1,4 @@
-"""Implement BERT's WordPiece tokenizer from ``vocab.txt``, with the ids of Megatron's tokenizers.
+"""Implement BERT's WordPiece tokenizer from ``vocab.txt``, with the same ids as Megatron's tokenizers.
 
 Texts are split into words as in BERT's original code (Devlin et al., 2018), with Python's Unicode tables, as
 in Megatron, because the ``tokenizers`` library uses another version of these tables. That library then
@@ -35,7 +35,7 @@ _IDEOGRAPHS = (
 
 
 class _Cleaned(dict[int, str | None]):
-    """Table for ``str.translate`` that drops control characters and normalizes spaces.
+    """A table for ``str.translate`` that drops control characters and normalizes spaces.
 
     The table also puts blanks around ideographs.
     """
@@ -46,7 +46,7 @@ class _Cleaned(dict[int, str | None]):
 
 
 class _Cut(dict[int, str | None]):
-    """Table for ``str.translate`` that puts spaces around punctuation and optionally drops accents."""
+    """A table for ``str.translate`` that puts spaces around punctuation and, optionally, drops accents."""
 
     def __init__(self, strip_accents: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _is_punctuation(letter: str) -> bool:
 
 
 class BertWordPieceTokenizer:
-    """BERT WordPiece tokenizer, which converts text to ids and back.
+    """The BERT WordPiece tokenizer, which converts text to ids and back.
 
     ``[SEP]`` and similar tokens in a text are ordinary characters, as in Megatron.
 
@@ -103,7 +103,7 @@ class BertWordPieceTokenizer:
         self._tokenizer.decoder = decoders.WordPiece(cleanup=True)
 
     def words(self, text: str) -> list[str]:
-        """Split a text into cleaned words.
+        """Split a text into words, after cleaning it.
 
         Each punctuation mark and each ideograph is a separate word.
         """
@@ -113,7 +113,7 @@ class BertWordPieceTokenizer:
         return text.translate(self._cut).split()
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of a word from ``words()``."""
+        """Return the ids of a word that ``words()`` has returned."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
@@ -129,7 +129,7 @@ class BertWordPieceTokenizer:
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:
-    """Return the map from tokens to ids in a ``vocab.txt``.
+    """Return the map from tokens to ids that a file ``vocab.txt`` defines.
 
     A repeated token gets its last id.
 

@@ -1,4 +1,6 @@
-"""Declare the flags for a tokenizer and its files, which have Megatron's names in every command."""
+"""Declare the flags for a tokenizer and its files, which have the names of Megatron's flags in every
+command.
+"""
 
 from __future__ import annotations
 

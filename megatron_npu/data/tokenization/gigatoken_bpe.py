@@ -1,4 +1,4 @@
-"""Encode GPT-2's byte-level BPE with the package gigatoken, if installed, with the ids of ``gpt2_bpe``.
+"""Encode text by GPT-2's byte-level BPE with the gigatoken package, with the same ids as ``gpt2_bpe``.
 
 ``regex`` and gigatoken use different Unicode tables. The tests encode every character of the planes that
 contain letters with both: between letters, digits, spaces and copies of itself.
@@ -29,13 +29,13 @@ def version() -> str | None:
 
 
 def is_used() -> bool:
-    """Return True if the installed version of gigatoken is one whose ids were compared with ours."""
+    """Return True if the installed gigatoken is a version whose ids were compared with ours."""
     installed = version()
     return installed is not None and installed in TRIED
 
 
 def said() -> str:
-    """Return a log line that names the encoder, and the reason if the encoder is not gigatoken."""
+    """Return a log line that names the encoder and, if it is not gigatoken, the reason."""
     if is_used():
         return f"tokenizing for GPT-2 with gigatoken {version()}"
     there = f"{version()} is installed" if version() else "it is not installed"
@@ -43,7 +43,7 @@ def said() -> str:
 
 
 def encoder(tokenizer: GPT2Tokenizer) -> Callable[[str], np.ndarray]:
-    """Return a function that encodes a UTF-8 text to ids ``[tokens]``, uint32.
+    """Return a function that encodes a UTF-8 text to ids, a uint32 array ``[tokens]``.
 
     Raises:
         ModuleNotFoundError: gigatoken is not installed.

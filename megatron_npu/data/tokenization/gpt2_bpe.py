@@ -1,4 +1,5 @@
-"""Implement GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the ids of GPT2BPETokenizer.
+"""Implement GPT-2's byte-level BPE from ``vocab.json`` and ``merges.txt``, with the same ids as
+GPT2BPETokenizer.
 
 Texts are split into words by GPT-2's pattern, and the ``tokenizers`` library encodes each word. Texts are
 split with the ``regex`` package, as in Megatron, because the Unicode tables of ``tokenizers`` are older, so
@@ -32,7 +33,7 @@ _ASCII_WORDS = re.compile(
 
 
 class GPT2Tokenizer:
-    """GPT-2 tokenizer, which converts text to ids and back.
+    """The GPT-2 tokenizer, which converts text to ids and back.
 
     ``<|endoftext|>`` in a text is encoded as ordinary characters, as in Megatron; only programs add the id
     ``eod``.
@@ -74,7 +75,7 @@ class GPT2Tokenizer:
         return (_ASCII_WORDS if text.isascii() else _WORDS).findall(text)
 
     def encode_word(self, word: str) -> list[int]:
-        """Return the ids of a word from ``words()``."""
+        """Return the ids of a word that ``words()`` has returned."""
         return self._tokenizer.encode(word).ids
 
     def encode(self, text: str) -> list[int]:
@@ -90,7 +91,9 @@ class GPT2Tokenizer:
             raise
 
     def as_json(self) -> str:
-        """Return this tokenizer as a ``tokenizer.json`` that expects texts already split into words."""
+        """Return this tokenizer in the format ``tokenizer.json``, for texts that are already split into
+        words.
+        """
         whole = Tokenizer(self._tokenizer.model)
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         whole.decoder = decoders.ByteLevel()
@@ -116,7 +119,7 @@ def _read(path: Path, flag: str) -> str:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Read the map from tokens to ids.
+    """Read the map from tokens to ids from a file.
 
     Raises:
         UsageError: the file is not the vocabulary of a byte-level BPE.
@@ -145,7 +148,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    """Read the pairs to merge, highest priority first.
+    """Read the pairs of tokens to merge, starting with the highest priority.
 
     The first line of the file, its version, is skipped.
 

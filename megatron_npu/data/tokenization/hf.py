@@ -1,4 +1,4 @@
-"""Read a Hugging Face tokenizer from its ``tokenizer.json`` with only the ``tokenizers`` library."""
+"""Read a Hugging Face tokenizer from its ``tokenizer.json``, using only the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer that is completely defined by a ``tokenizer.json``.
+    """A tokenizer that is completely defined by a file ``tokenizer.json``.
 
     Transformers is not needed.
 
@@ -65,17 +65,17 @@ class HuggingFaceTokenizer:
 
     @property
     def added_tokens(self) -> list[str]:
-        """The added tokens, including special ones, ordered by id."""
+        """The added tokens, including special tokens, ordered by id."""
         added = self._model.get_added_tokens_decoder()
         return [added[token].content for token in sorted(added)]
 
     def token(self, token: int) -> str | None:
-        """Return the text of a token, or None if the id does not exist."""
+        """Return the text of a token, or None if there is no token with this id."""
         return self._model.id_to_token(token)
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens."""
+        """The ids of the special tokens."""
         added = self._model.get_added_tokens_decoder()
         return frozenset(token for token, content in added.items() if content.special)
 
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
             raise
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode ids to text, including special tokens.
+        """Decode ids to text that includes special tokens.
 
         The tokens that ``encode`` adds at the beginning of every text are removed once.
         """
@@ -122,7 +122,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def special_token(folder: Path, role: str) -> str | None:
-    """Return the token that a folder defines for a role such as ``eos_token``, or None."""
+    """Return the token that the files in a folder define for a role such as ``eos_token``, or None."""
     for name in (CONFIG, SPECIAL_TOKENS):
         token = read_object(folder / name).get(role)
         token = token.get("content") if isinstance(token, dict) else token

@@ -1,4 +1,4 @@
-"""Implement Megatron's NullTokenizer for text that consists of numbers."""
+"""Implement Megatron's NullTokenizer, for text that consists of numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NullTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids in a text.
+        """Return the ids that a text contains.
 
         Raises:
             UsageError: a word is not an id.
@@ -50,5 +50,5 @@ class NullTokenizer:
         return [number for number in ids if number is not None]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the ids as text."""
+        """Return ids as text, separated by spaces."""
         return " ".join(map(str, ids))

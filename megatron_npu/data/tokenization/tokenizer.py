@@ -1,4 +1,4 @@
-"""Define the tokenizer interface of this package's commands."""
+"""Define the tokenizer interface that this package's commands use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers, which convert text to ids and back.
+    """Interface of the tokenizers, which convert text to ids and back.
 
     Attributes:
         vocab_size: the number of ids.

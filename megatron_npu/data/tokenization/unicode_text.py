@@ -1,4 +1,4 @@
-"""Check that text from a command line is valid Unicode, because it may contain invalid bytes."""
+"""Check that text from a command line, which may contain invalid bytes, is valid Unicode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect a vocabulary that does not match the data, so that most words become the unknown token."""
+"""Detect a vocabulary that does not match the data, because most words then become the unknown token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SAMPLES = 64  # that are looked at where a run begins
 
 
 def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
-    """Return a warning about unknown tokens, or an empty string if the text has few unknown tokens.
+    """Return a warning if a text has many unknown tokens, otherwise an empty string.
 
     Args:
         unknown: the number of unknown tokens.

@@ -1,4 +1,4 @@
-"""Map ``torch.cuda``, ``"cuda"`` and ``nccl`` to a device that is not CUDA.
+"""Map ``torch.cuda``, ``"cuda"`` and ``nccl`` to a device other than CUDA.
 
 Megatron refers to CUDA in some 750 lines (core 0.16.1), which are too many to patch, so torch's names are
 remapped instead. Three rules keep this safe: only devices of type cuda are mapped; torch's own code gets real
@@ -27,14 +27,14 @@ _SUBJECTS = (namespace, factories, tensors, device_arguments, autocast, collecti
 
 
 class Redirection:
-    """Redirection of torch's CUDA names to ``device``."""
+    """The redirection of torch's CUDA names to ``device``."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._replaced = Replaced()
 
     def on(self) -> None:
-        """Enable the redirection. The call has no effect on the cuda device, or if it is already enabled."""
+        """Enable the redirection, unless it is enabled already or the device is cuda."""
         if self.device.name == "cuda" or self._replaced:
             return
         try:

@@ -1,4 +1,4 @@
-"""Redirect autocast for ``"cuda"``, and the functions that get and set its state."""
+"""Redirect autocast for ``"cuda"``, and the functions that read and set its state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _state_functions(here: str, translate: _Translate) -> dict[str, Any]:
-    """Return torch's functions that get and set the autocast state.
+    """Return torch's functions that read and set the state of autocast.
 
     Their default device is CUDA.
     """

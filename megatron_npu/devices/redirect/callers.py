@@ -1,4 +1,4 @@
-"""List all redirected names whose result depends on the calling module, with the reasons.
+"""List all redirected names whose results depend on the calling module, with reasons.
 
 torch, Megatron and other packages call the same function for different purposes. Names that are not listed
 here return the same result to all callers.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Callers:
-    """Packages and modules that get a different result from a redirected name than all other callers.
+    """Packages and modules that get a different result from a redirected name than other callers do.
 
     Attributes:
         names: packages (including their submodules) and modules.
@@ -29,7 +29,7 @@ class Callers:
         return f"{module}.".startswith(self._prefixes) or self._in_folder(module)
 
     def include(self, folder: Path | None) -> None:
-        """Include the modules below ``folder`` in these callers.
+        """Add the modules below ``folder`` to this collection of callers.
 
         None stands for no folder.
         """
@@ -106,7 +106,9 @@ _AROUND_SEEDING = ("torch._compile", "torch._dynamo.eval_frame")
 
 
 def caller_of_seeding() -> str:
-    """Return the caller of ``torch.manual_seed`` as ``caller`` does, but skip torch._dynamo's wrappers."""
+    """Return the name of the module that called ``torch.manual_seed``, ignoring the wrappers of
+    torch._dynamo.
+    """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _AROUND_SEEDING:
         frame = frame.f_back

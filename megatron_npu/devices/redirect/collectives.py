@@ -23,7 +23,7 @@ _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
 
 def replacements(device: Device) -> Iterator[Replacement]:
-    """Yield the replacements for process groups, and for collectives that require support by the backend."""
+    """Yield the replacements for process groups, and for collectives that the backend must support."""
     yield dist, "init_process_group", _init_process_group(device)
     yield from _in_both_modules("new_group", _new_group(device))
     for name in version_counters.WITHOUT_BUMP:
@@ -51,7 +51,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _in_both_modules(name: str, value: Callable[..., Any]) -> Iterator[Replacement]:
-    """Yield replacements of a function under both of its names.
+    """Yield the replacements of a function that torch provides under two names.
 
     torch's own modules use the one in ``distributed_c10d``.
     """
@@ -86,7 +86,7 @@ def _new_group(device: Device) -> Callable[..., Any]:
 
 
 def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return process-group options that this device accepts."""
+    """Convert process-group options to options that this device accepts."""
     options = {**options}
     if options.get("backend") is not None:
         options["backend"] = _backend_for(options["backend"], device)
@@ -98,7 +98,7 @@ def _translate(options: dict[str, Any], device: Device) -> dict[str, Any]:
 
 
 def _backend_for(asked: str, device: Device) -> str:
-    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that replaces a requested
+    """Return the backend, or the backends by device (``cpu:gloo,cuda:nccl``), that replaces the requested
     backend.
     """
     if device.is_host and ("nccl" in asked or ":" in asked):

@@ -1,4 +1,4 @@
-"""Redirect the device arguments of torch functions that no other module of this folder redirects.
+"""Redirect the device arguments of those torch functions that no other module in this folder redirects.
 
 Such functions concern loading, storages, generators, default tensor types, meshes and DDP.
 """
@@ -31,7 +31,8 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _restore_location(target: Target) -> Callable[..., Any]:
-    """Return a replacement for torch's function that restores storages, with CUDA locations mapped.
+    """Return a replacement for torch's function that restores storages, which maps CUDA locations to this
+    device.
 
     The replacement applies to any ``map_location`` and to the tags in CUDA checkpoints.
     """
@@ -75,7 +76,7 @@ def _generator_type(target: Target) -> type:
 
 
 def _default_tensor_type(device: Device) -> Callable[[Any], None]:
-    """Return a setter for the default tensor type that sets dtype and device separately.
+    """Return a function that sets the default tensor type by setting its dtype and device separately.
 
     torch has no NPU tensor types for this purpose.
     """

@@ -66,7 +66,7 @@ def _with_device_keyword(original: Callable[..., Any], target: Target, can_pin: 
 
 
 def _keep_scriptable(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Make ``torch.jit.script`` recognize a replaced factory as the original operator."""
+    """Make ``torch.jit.script`` treat the replacement of a factory as the original operator."""
     from torch.jit import _builtins
 
     name = _builtins._find_builtin(original)

@@ -1,4 +1,4 @@
-"""Redirect torch's functions for the default generator.
+"""Redirect torch's functions that use the default generator.
 
 A CPU needs two generators (see ``CpuDevice``).
 """

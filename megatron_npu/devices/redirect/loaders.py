@@ -1,4 +1,4 @@
-"""Make DataLoaders on a CPU use the host's generator, as on a machine with a GPU."""
+"""Make DataLoaders on a CPU use the host's generator, as they do on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replacements(device: Device) -> Iterator[Replacement]:
 
 
 def _on_host(device: Device, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that uses the host's generator for its random numbers."""
+    """Return a method that draws its random numbers from the host's generator."""
 
     @functools.wraps(method)
     def on_host(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Replace the names in ``torch.cuda`` itself."""
+"""Replace names in the module ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _truthful_to(
 
 
 def _distinct(value: Any) -> Any:
-    """Return a new function object for a function or method.
+    """Return a new function object that calls the given function or method.
 
     Other values are returned unchanged.
 

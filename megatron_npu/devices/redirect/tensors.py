@@ -1,4 +1,6 @@
-"""Redirect device queries and moves of tensors and modules: ``to``, ``cuda``, ``type`` and ``is_cuda``."""
+"""Redirect the methods ``to``, ``cuda``, ``type`` and ``is_cuda`` of tensors and modules, which query or
+change the device.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def _type(device: Device, original_to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Tensor.type`` that accepts torch.cuda's tensor types, and reports these types to
-    Megatron.
-    """
+    """Return a ``Tensor.type`` that accepts and, for Megatron, returns the tensor types of torch.cuda."""
     original = torch.Tensor.type
     types_prefix = "torch." if device.is_host else f"torch.{device.name}."
 

@@ -1,1 +1,1 @@
-"""Load and check datasets, and create batches, for ``megatron-npu train``."""
+"""Load and check datasets, and create batches from them, for ``megatron-npu train``."""

@@ -1,4 +1,4 @@
-"""Map a task's roles to dataset columns, by their usual names or by ``--columns ROLE=NAME``."""
+"""Map the roles in a task to dataset columns, by the columns' usual names or by ``--columns ROLE=NAME``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def find(
     roles: Mapping[str, Collection[str]],
     said: Collection[tuple[str, str]],
 ) -> dict[str, str]:
-    """Return a mapping from each role to its column.
+    """Return a mapping from each role of a task to a dataset column.
 
     Args:
         there: the columns of each split.

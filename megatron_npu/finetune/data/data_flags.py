@@ -1,4 +1,4 @@
-"""Declare the flags of all tasks, and check that the selected task uses every given flag."""
+"""Declare the flags of all tasks, and check that the selected task uses every flag that is given."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def add_data_flags(add: Callable[..., Any]) -> None:
 
 
 def _roles() -> str:
-    """Return the column roles of all tasks, formatted for help texts."""
+    """Return the column roles of all tasks, formatted for a help text."""
     *most, last = dict.fromkeys(role for task in tasks.every().values() for role in task.roles)
     return f"{', '.join(most)} and {last}"
 
 
 def _flags() -> list[Flag]:
-    """Return the flags that the tasks declare, without duplicates."""
+    """Return all flags that the tasks declare, without duplicates."""
     found: dict[str, Flag] = {}
     for task in tasks.every().values():
         for flag in task.all_flags():
@@ -60,14 +60,14 @@ def _flags() -> list[Flag]:
 
 
 def _readers() -> dict[str, list[str]]:
-    """Return the values that only some tasks read, with the tasks that read each of them."""
+    """Return the values that only some tasks read, each with the tasks that read it."""
     reads = {name: task.all_reads() for name, task in tasks.every().items()}
     values = sorted(set().union(*reads.values()))
     return {value: [name for name, own in reads.items() if value in own] for value in [*values, *_OF_SCRIPTS]}
 
 
 def refuse_repeated_columns(columns: Collection[tuple[str, str]]) -> None:
-    """Check that ``--columns`` names each role at most once and each column for at most one role.
+    """Check that ``--columns`` names each role at most once, and each column for at most one role.
 
     Without this check, if several columns were given for one role, the last one would silently be used.
 

@@ -1,4 +1,6 @@
-"""Load the splits of a dataset with the ``datasets`` package, from the hub's cache, files or a folder."""
+"""Load the splits of a dataset with the ``datasets`` package, from the hub's cache, from files or from a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
 def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
-    """Return the splits ``train`` and ``validation``, and ``test`` if it exists.
+    """Return the splits ``train`` and ``validation`` of a dataset, and ``test`` if it exists.
 
     Args:
         args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
@@ -80,7 +82,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
 def _sound(
     name: str, config: str | None, files: Mapping[str, list[Path]], skipped: skipped_rows.Skipped
 ) -> tuple[Mapping[str, Dataset], dict[str, list[int]]]:
-    """Return the valid rows of the files with their row numbers.
+    """Return the valid rows of the files together with their row numbers.
 
     The rows are not cached.
     """
@@ -90,7 +92,7 @@ def _sound(
 
 
 def named(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the dataset's name or path and its configuration.
+    """Return the name or path of the dataset, and its configuration.
 
     Raises:
         UsageError: several paths are given.
@@ -104,7 +106,7 @@ def named(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
-    """Map each split to the name that it has in ``found``."""
+    """Map each split to the key under which ``found`` contains it."""
     owns: dict[str, str] = {}
     for part, names in _PARTS.items():
         for own in names:
@@ -115,13 +117,12 @@ def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _saved(path: Path) -> list[str]:
-    """Return the names of a folder's files that ``save_to_disk`` writes as markers."""
+    """Return the names of the marker files that ``save_to_disk`` has written to a folder."""
     return [file for file in ("dataset_dict.json", "state.json") if (path / file).is_file()]
 
 
 def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
-    """Return the files of each split, or an empty dict if the dataset is neither a file nor a folder of
-    files.
+    """Return the files of each split, or an empty dict if the dataset is not a file or a folder of files.
 
     Raises:
         UsageError: the folder has no file for any split.
@@ -136,7 +137,7 @@ def _files_named(path: Path, config: str | None) -> dict[str, list[Path]]:
 def _read(
     name: str, config: str | None, files: Mapping[str, list[Path]], kept: Mapping[str, Any] | None = None
 ) -> Mapping[str, Dataset]:
-    """Return the rows of each split.
+    """Read the files, and return the rows of each split.
 
     ``kept`` contains the cache options for reading files.
     """
@@ -153,7 +154,7 @@ def _read(
 
 
 def _require_configurations(name: str, config: str) -> None:
-    """Reject ``--data-name`` for a file or a ``save_to_disk`` folder, because neither has configurations."""
+    """Reject ``--data-name`` for a file or a ``save_to_disk`` folder, which have no configurations."""
     saved = _saved(Path(name))
     if saved or Path(name).is_file():
         raise UsageError(
@@ -164,7 +165,7 @@ def _require_configurations(name: str, config: str) -> None:
 
 
 def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a ``save_to_disk`` folder, or the dataset with the given name."""
+    """Load the dataset from a ``save_to_disk`` folder or by its name."""
     path = Path(name)
     saved = _saved(path)
     if saved:
@@ -178,7 +179,7 @@ def _opened(library: Any, name: str, config: str | None) -> Mapping[str, Dataset
 
 @contextlib.contextmanager
 def _without_remarks(library: Any) -> Iterator[None]:
-    """Silence the log messages of ``datasets``, whose exceptions contain the same information."""
+    """Silence the log messages of ``datasets``, because its exceptions contain the same information."""
     before = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.CRITICAL)
     try:
@@ -188,7 +189,7 @@ def _without_remarks(library: Any) -> Iterator[None]:
 
 
 def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dataset]:
-    """Load a dataset by name from a prepared dataset, from the hub, or from the hub's cache.
+    """Load a dataset by its name: one that is already prepared, one on the hub, or one in the hub's cache.
 
     Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
     those that were downloaded with ``hf download --repo-type dataset``.
@@ -207,7 +208,7 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
 
 
 def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
-    """Return the cache folder for a local folder's rows, or None for the default cache folder.
+    """Return the cache folder for rows from a local folder, or None for the default cache folder.
 
     The path of the folder depends on the files. Otherwise, for a folder with configurations, ``datasets`` 5.2
     would continue to use the rows that it prepared first, even after the files have changed.
@@ -221,7 +222,7 @@ def _cache_of_a_folder(library: Any, folder: Path) -> str | None:
 
 
 def _downloaded(name: str) -> str | None:
-    """Return the dataset's folder in the hub's cache, or None if the dataset is not cached."""
+    """Return the folder of a dataset in the hub's cache, or None if the dataset is not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -256,7 +257,7 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
 
 
 def _is_of(path: Path, part: str) -> bool:
-    """Return True if a file's name identifies it as a whole split or as one piece of a split."""
+    """Return True if the name of a file identifies it as a whole split or as one piece of a split."""
     name = path.name.removesuffix(path.suffix)
     return name.startswith(part) and _PIECE.fullmatch(name.removeprefix(part)) is not None
 
@@ -277,7 +278,7 @@ def _files(library: Any, parts: Mapping[str, list[Path]], kept: Mapping[str, Any
 
 
 def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Sequence[int]]:
-    """Return the row numbers for training and for validation, chosen at random with ``seed``."""
+    """Split the rows at random with ``seed``, and return the row numbers for training and for validation."""
     rows = round(count * fraction) if fraction else 0
     if not 0 < rows < count:
         kind = "".join(Path(name).suffixes) if Path(name).is_file() else ".csv"
@@ -321,7 +322,7 @@ def _refused(
 
 
 def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
-    """Return the expected input and the remedy for an error about unreadable data."""
+    """Return a description of the expected input, and advice, for an error about unreadable data."""
     kinds = f"a file or a folder of {', '.join(_FORMATS)}"
     if path.is_dir() and config is not None:
         inside = (path / config).is_dir()
@@ -341,7 +342,7 @@ def _expected_instead(path: Path, config: str | None) -> tuple[str, str]:
 
 
 def _without_rows(files: Mapping[str, list[Path]], reason: str) -> UsageError | None:
-    """Return the error for an empty split that ``datasets`` reports, or None if the split is unknown."""
+    """Return an error for an empty split that ``datasets`` reports, or None if the split is unknown."""
     part = re.search(r'Instruction "(\w+)"', reason)
     paths = files.get(part.group(1), []) if part else []
     if not paths:

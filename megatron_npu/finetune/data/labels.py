@@ -94,7 +94,7 @@ def of_tokens(parts: Parts, column: str, own: Sequence[str] = ()) -> Labels:
 
 
 def require_lists(rows: Dataset, column: str) -> Any:
-    """Return the element type of a column that contains lists.
+    """Return the type of the elements in a column that contains lists.
 
     Raises:
         UsageError: the column does not contain lists.
@@ -119,9 +119,7 @@ def are_hidden(rows: Dataset, column: str) -> bool:
 
 
 def not_given_away(dataset: Any) -> bool:
-    """Return True if the samples have the label -1.
-
-    The hub uses this value for hidden labels.
+    """Return True if the samples have the label -1, which stands for an unpublished label.
 
     Only the first few samples are checked, because a dataset hides either all of its labels or none.
     """
@@ -167,7 +165,7 @@ def _require_classes(pairs: Sequence[tuple[int, Any]], place: Callable[[str, int
 def _of_trained(
     pairs: Sequence[tuple[int, Any]], place: Callable[[str, int], str], own: Sequence[str]
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Return the classes as written in the training rows, with their names.
+    """Return the classes as they are written in the training rows, with their names.
 
     Raises:
         UsageError: there are fewer than two classes, or the labels mix numbers and names.
@@ -190,7 +188,7 @@ def _of_trained(
 
 
 def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]]:
-    """Return the class numbers that occur in the training split, with their names.
+    """Return the class numbers that occur in the training split, each with its name.
 
     Raises:
         UsageError: numbers are missing from the data, and the model has no classes for them.
@@ -217,9 +215,7 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
 
 
 def _from_above_0(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], list[str]] | None:
-    """Return consecutive class numbers that start above 0, such as 1 to 5 stars.
-
-    The numbers serve as names.
+    """Return class numbers and names if the numbers are consecutive but start above 0, such as 1 to 5 stars.
 
     The model is saved with these names, so it can be trained further on the same data. Returns None if the
     numbers are not consecutive or do not start above 0.

@@ -1,4 +1,4 @@
-"""Load batches that depend only on the seed, the epoch and the batch number.
+"""Load batches whose contents depend only on the seed, the epoch and the batch number.
 
 Batches are moved to the device of their rank. Micro-batch ``m`` of an epoch contains the samples ``m * size``
 to ``(m + 1) * size`` in the epoch's order, and rank ``r`` of ``n`` gets the micro-batches ``r``, ``r + n``,
@@ -35,7 +35,7 @@ _seeds: ContextVar[list[int] | None] = ContextVar("seeds of the samples that are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Assignment of a dataset's samples to the batches of a rank.
+    """The assignment of a dataset's samples to the batches of a rank.
 
     Attributes:
         size: number of samples per batch on a rank.
@@ -57,7 +57,7 @@ class Sampling:
 
 
 class Loader:
-    """Iterable over the batches of a dataset for one rank.
+    """Iterable over the batches of a dataset that belong to one rank.
 
     Each iteration is one epoch.
 
@@ -105,12 +105,12 @@ class Loader:
         return batches
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield the batches of an epoch, starting with batch ``start``."""
+        """Yield the batches of an epoch, starting with batch number ``start``."""
         for held in self.held(epoch, start):
             yield on_device(held.batch, self.device)
 
     def held(self, epoch: int, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield an epoch's batches in host memory, starting with batch ``start``.
+        """Yield the batches of an epoch in host memory, starting with batch number ``start``.
 
         Args:
             epoch, start: see ``batches``.
@@ -140,12 +140,12 @@ class Loader:
             self.remainder = 0
 
     def forever(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches endlessly, starting with batch ``start``, counted over all epochs."""
+        """Yield batches endlessly, starting with batch number ``start``, counted over all epochs."""
         for held in self.held_forever(start):
             yield on_device(held.batch, self.device)
 
     def held_forever(self, start: int = 0, *, once: bool = False) -> Iterator[Held]:
-        """Yield batches in host memory endlessly.
+        """Yield batches in host memory, endlessly.
 
         ``once`` has the same meaning as in ``held``.
         """
@@ -163,7 +163,7 @@ class Loader:
 
 
 class _Batches(Dataset):
-    """The batches of a rank in one epoch, indexed by number.
+    """The batches of a rank in one epoch, accessed by their numbers.
 
     With ``once``, repeated samples are omitted.
     """
@@ -174,7 +174,7 @@ class _Batches(Dataset):
         self._key = (loader.sampling.seed, epoch)
 
     def first_of(self, number: int) -> int:
-        """Return the position of a batch's first sample in the epoch's order.
+        """Return the position of the first sample of a batch in the order of the epoch.
 
         The position may be past the end.
         """
@@ -199,7 +199,7 @@ class _Batches(Dataset):
 
 
 def sample_seeds(count: int) -> list[int]:
-    """Return one seed per sample of the current batch, determined by the sample's position in the epoch.
+    """Return a seed for each sample of the current batch, determined by the sample's position in the epoch.
 
     Random numbers from these seeds do not depend on how a global batch is split into micro-batches. Outside a
     ``Loader``, the seeds are drawn from torch's generator.
@@ -220,7 +220,7 @@ def _known(seeds: list[int]) -> Iterator[None]:
 
 
 def require_length(dataset: Any, what: str) -> None:
-    """Check that a dataset has a length and can be indexed.
+    """Check that a dataset has a length and supports indexing.
 
     Raises:
         UsageError: the dataset has no length or cannot be indexed.
@@ -241,7 +241,7 @@ def require_length(dataset: Any, what: str) -> None:
 
 
 class Batch(dict[Any, Any]):
-    """Batch with a ``to`` method, which custom loops call on batches from Transformers."""
+    """A batch with a ``to`` method, which users' training loops call on batches from Transformers."""
 
     def to(self, device: Any) -> Batch:
         """Move the values to a device in place.
@@ -254,13 +254,13 @@ class Batch(dict[Any, Any]):
 
 
 def _is_here(device: Any) -> bool:
-    """Return True if a script written for GPUs requests "cuda" on a machine without a GPU."""
+    """Return True if a script that was written for GPUs requests "cuda" on a machine without a GPU."""
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 
 @functools.cache
 def _staying(kind: type) -> type:
-    """Return a subclass of a batch class that ignores moves to a GPU on a machine without one."""
+    """Return a subclass of a batch class that ignores requests to move to a GPU on a machine without one."""
 
     def to(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _is_here(device) else kind.to(self, device, *args, **kwargs)  # type: ignore[attr-defined]
@@ -269,7 +269,7 @@ def _staying(kind: type) -> type:
 
 
 def _stays(batch: Any) -> Any:
-    """Make a Transformers batch ignore moves to a GPU on a machine without one."""
+    """Make a Transformers batch ignore requests to move to a GPU on a machine without one."""
     if isinstance(batch, UserDict):
         batch.__class__ = _staying(type(batch))
     return batch
@@ -294,7 +294,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """Collate samples with torch's default collate function.
+    """Combine samples into a batch with torch's default collate function.
 
     Raises:
         UsageError: torch cannot collate the samples.
@@ -319,7 +319,9 @@ def _seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Seed the host's random generators from a key within the block, and restore their states afterwards."""
+    """Seed the host's random generators from a key inside the ``with`` block, and restore their states
+    afterwards.
+    """
     seed, before, of_numpy = _seed(*key), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,4 +1,4 @@
-"""Build datasets in ``.bin/.idx`` format for Transformers models: masked sentence pairs and token windows.
+"""Build datasets from ``.bin/.idx`` files for Transformers models: masked sentence pairs and token windows.
 
 Sentence pairs are for BERT, and token windows are for GPT. Samples come from megatron-core's datasets, whose
 indices are stored next to the data or in ``--data-cache-path``, and their values are renamed to the names
@@ -118,7 +118,7 @@ class MaskedPairs(Dataset):
         return len(self.pairs)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample with tensors ``[s]``, int64."""
+        """Return a sample as a dict of int64 tensors ``[s]``."""
         sample = self.pairs[number]
         tokens = torch.from_numpy(sample["text"])
         # the last separator ends a sample, and nothing behind it equals one: versions pad otherwise
@@ -181,7 +181,7 @@ class CausalWindows(Dataset):
         return len(self.windows)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a sample with tensors ``[s]``, int64."""
+        """Return a sample as a dict of int64 tensors ``[s]``."""
         sample = self.windows[number]
         text = _text(sample)
         return {
@@ -199,7 +199,7 @@ def build_train_valid_test_datasets(
     seed: int,
     skip_warmup: bool = True,
 ) -> Parts:
-    """Return datasets of Megatron's GPT windows, whose samples have ``text``, [s + 1] int64.
+    """Return datasets of Megatron's GPT windows, whose samples have a field ``text``, [s + 1] int64.
 
     All ranks must call this.
 
@@ -221,7 +221,7 @@ class Texts(CausalWindows):
     """GPT windows from megatron-core as single tensors, one token longer than the model's input."""
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return one sample, [s + 1] int64."""
+        """Return one sample as an int64 tensor [s + 1]."""
         return {"text": _text(self.windows[number])}
 
 
@@ -286,7 +286,7 @@ def _validated(given: Prefix, data_impl: str, vocab_size: int) -> tuple[list[flo
 
 
 def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> None:
-    """Reject data with one sequence per document, because a pair needs two sequences."""
+    """Reject data with only one sequence per document, because a sentence pair needs two."""
     if found.sequences <= found.documents:
         raise UsageError(
             f"each of the {found.documents} documents in {prefix} is a single sequence, but sentence pairs "
@@ -296,7 +296,7 @@ def _require_sentences(prefix: str, found: indexed_dataset.DatasetSummary) -> No
 
 
 def _require_parts(prefix: str, count: int, split: str, sizes: Sequence[int]) -> None:
-    """Reject a split that is used but has no documents.
+    """Reject a split that is used but contains no documents.
 
     Upstream would search it endlessly.
     """
@@ -317,14 +317,14 @@ def _require_probability(flag: str, value: float) -> None:
 
 
 def _asked(sample: dict[str, Tensor]) -> Tensor:
-    """Return the tokens of a masked pair before masking, ``[s]`` int64."""
+    """Return the tokens of a sentence pair before masking, ``[s]`` int64."""
     return sample["labels"].where(sample["labels"] != IGNORED, sample["input_ids"])
 
 
 def _warn_of_unknown_tokens(
     part: Any, tokens: Callable[[Any], Tensor], unknown: int | None, around: Iterable[int] = ()
 ) -> None:
-    """Warn if the vocabulary lacks most tokens of the first samples.
+    """Warn if most tokens of the first samples are missing from the vocabulary.
 
     Args:
         part: the training dataset. If None, nothing is checked.

@@ -1,4 +1,4 @@
-"""Pad batches to a small number of lengths, so that graphs are not compiled for every length."""
+"""Pad batches to a small number of different lengths, so that few graphs need to be compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROWTH = 1.25  # from bucket to bucket: a ninth of padding on average, and 20 b
 
 
 def buckets(longest: int, multiple: int = 8) -> list[int]:
-    """Return the padded lengths up to ``longest`` tokens.
+    """Return the lengths to which batches are padded, up to ``longest`` tokens.
 
     Each length is a quarter longer than the previous one.
 
@@ -60,7 +60,7 @@ class Bucketed:
     seen: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return a batch of these samples, padded to the next larger length."""
+        """Return a batch of the given samples, padded to the next larger of the allowed lengths."""
         batch = self.collate_fn(samples)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.dim() < 2:
@@ -86,7 +86,7 @@ class Bucketed:
 def bucketed(
     collate_fn: Collate, lengths: Sequence[int], *, pad_token_id: int = 0, left: bool = False
 ) -> Bucketed:
-    """Wrap ``collate_fn`` so that each batch is padded to the next of ``lengths``.
+    """Wrap ``collate_fn`` so that it pads each batch to the next larger of ``lengths``.
 
     Args:
         collate_fn: see ``Bucketed.collate_fn``.

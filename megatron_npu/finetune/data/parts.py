@@ -1,4 +1,4 @@
-"""Store the splits of a dataset with each row's position in the user's files."""
+"""Store the splits of a dataset, with the position of each row in the user's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITH_HEAD = (".csv", ".tsv")
 
 
 class Parts(dict[str, Any]):
-    """Rows of each split by name, with the position of each row in the user's files.
+    """The rows of each split by name, with the position of each row in the user's files.
 
     Args:
         rows: the rows of each split.
@@ -29,7 +29,7 @@ class Parts(dict[str, Any]):
         self._taken: dict[str, tuple[str, Sequence[int]]] = {}
 
     def split(self, part: str, rows: Mapping[str, Sequence[int]]) -> None:
-        """Distribute the rows of one split over several splits.
+        """Divide the rows of one split among several splits.
 
         Args:
             part: the split; it may be one of the results.
@@ -42,15 +42,15 @@ class Parts(dict[str, Any]):
             self._taken[name] = source, _of(before, numbers)
 
     def keep(self, part: str, numbers: Sequence[int]) -> None:
-        """Remove all rows of a split except those in ``numbers``."""
+        """Remove all rows of a split except those whose numbers are in ``numbers``."""
         self.split(part, {part: numbers})
 
     def tell_rows(self, part: str, numbers: Sequence[int]) -> None:
-        """Record which rows of the files a split contains, if rows have been removed from it before."""
+        """Record which rows of the files remain in a split after rows have been removed from it."""
         self._taken[part] = part, numbers
 
     def numbered(self, part: str, row: int) -> tuple[str, int]:
-        """Return a row's file and its number in the file, counted from 1.
+        """Return the file that contains a row, and the row's number in the file, counted from 1.
 
         If the file is unknown, return the split.
         """
@@ -60,13 +60,13 @@ class Parts(dict[str, Any]):
         return place, (row if numbers is None else int(numbers[row])) + 1
 
     def changed(self, change: Callable[[Dataset], Dataset]) -> Parts:
-        """Return the splits with changed columns and unchanged row positions."""
+        """Return the splits with changed columns but the same row positions."""
         found = Parts({part: change(rows) for part, rows in self.items()}, self._files)
         found._taken = self._taken
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Describe a row's position, for example ``row 7 below the head of reviews.csv (part 'train')``.
+        """Describe the position of a row, for example ``row 7 below the head of reviews.csv (part 'train')``.
 
         Args:
             part: the split that contains the row.
@@ -83,5 +83,5 @@ class Parts(dict[str, Any]):
 
 
 def _of(before: Sequence[int] | None, numbers: Sequence[int]) -> Sequence[int]:
-    """Map the row numbers of a selection to row numbers of the original rows."""
+    """Convert row numbers in a selection to row numbers in the original rows."""
     return numbers if before is None else [int(before[number]) for number in numbers]

@@ -13,7 +13,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def pad(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad samples of different lengths, using the names of Transformers' ``DataCollatorWithPadding``.
+    """Pad samples of different lengths to a batch with the field names that ``DataCollatorWithPadding`` uses.
 
     Values that are as long as a sample's ``input_ids`` are padded: tokens with 0, which is excluded by the
     batch's ``attention_mask``, and labels with -100. ``label`` and ``label_ids`` become ``labels``.

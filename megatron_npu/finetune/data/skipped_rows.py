@@ -1,4 +1,5 @@
-"""Implement ``--skip-bad-rows N`` of ``train``: skip malformed rows, count them, and list them in a file.
+"""Implement ``--skip-bad-rows N`` of ``train``, which skips malformed rows, counts them, and lists them in a
+file.
 
 Malformed rows are JSON lines that are not objects, table rows with more or fewer cells than the header, rows
 that are not UTF-8, and rows without a value that the task needs.
@@ -31,7 +32,7 @@ Row = tuple[int, str, str]  # its line, what it is written as, and what is wrong
 
 
 class Skipped:
-    """Record of the rows skipped so far.
+    """A record of the rows that have been skipped so far.
 
     Args:
         args: the flags; only ``skip_bad_rows``, ``save`` and ``rank`` are used.
@@ -42,7 +43,7 @@ class Skipped:
         self._rows: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
-        """Record one more skipped row.
+        """Add a skipped row to the record.
 
         Raises:
             UsageError: more rows are skipped than allowed.
@@ -75,7 +76,7 @@ class Skipped:
 def copies(
     parts: Mapping[str, Sequence[Path]], folder: Path, skipped: Skipped
 ) -> tuple[dict[str, list[Path]], dict[str, list[int]]]:
-    """Write copies of the files without the malformed rows.
+    """Write copies of the data files without the malformed rows.
 
     Args:
         parts: the files of each split.
@@ -111,7 +112,7 @@ def copies(
 
 
 def first(parts: Mapping[str, Sequence[Path]]) -> BadRow | None:
-    """Return the first malformed row of the files, or None if each row by itself can be read."""
+    """Return the first malformed row of the files, or None if every row can be read."""
     for path in (path for paths in parts.values() for path in paths):
         reader = _reader(path)
         with contextlib.suppress(OSError, csv.Error):  # then the file is at fault, and not a row
@@ -122,7 +123,7 @@ def first(parts: Mapping[str, Sequence[Path]]) -> BadRow | None:
 
 
 def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> None:
-    """Skip rows that lack a value in one of the columns.
+    """Skip rows that have no value in one of the required columns.
 
     A test split may have hidden labels.
     """
@@ -141,7 +142,9 @@ def without_value(parts: Parts, columns: Sequence[str], skipped: Skipped) -> Non
 
 
 def _reader(path: Path) -> Callable[[Path], tuple[str, Iterator[Row]]] | None:
-    """Return a function that reads a file's rows, or None if single rows cannot be malformed."""
+    """Return a function that reads a file's rows, or None for formats in which single rows cannot be
+    malformed.
+    """
     if path.suffix in _SEPARATORS:
         return _of_a_table
     if path.suffix == ".txt":
@@ -188,7 +191,7 @@ def _no_object(text: str) -> str:
 
 
 def _of_a_table(path: Path) -> tuple[str, Iterator[Row]]:
-    """Return the header and the rows of a table.
+    """Return the header and the rows of a table file.
 
     A row may span several lines.
     """

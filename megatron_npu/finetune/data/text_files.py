@@ -1,4 +1,4 @@
-"""Check that text files are valid UTF-8 and not empty, and report the position of the first error."""
+"""Check that text files are valid UTF-8 and not empty, and report where the first error is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKED = {
 
 
 def require(path: Path) -> None:
-    """Check that a file is UTF-8 text.
+    """Check that a file is valid UTF-8 text.
 
     Readers of JSON lines accept other encodings and fail only when a row is used.
 
@@ -55,7 +55,7 @@ def require(path: Path) -> None:
 
 
 def require_head(path: Path, separator: str) -> None:
-    """Check that the column names in a table's header are unique.
+    """Check that the column names in the header of a table are unique.
 
     Readers would rename a repeated name.
 

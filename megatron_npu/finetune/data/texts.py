@@ -1,5 +1,5 @@
-"""Check that a task's columns contain texts or word lists in every row, and report the first error's
-position.
+"""Check that a task's columns contain texts or word lists in every row, and report where the first error
+is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STRINGS = ("string", "large_string", "string_view")
 
 
 def require(parts: Parts, columns: Mapping[str, str | None], *, every: bool = True) -> None:
-    """Check that the columns contain text.
+    """Check that the given columns contain text in every row.
 
     Args:
         parts: the rows of each split.

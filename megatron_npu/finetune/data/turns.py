@@ -1,4 +1,4 @@
-"""Compute a cached result in the first of several processes while the others wait."""
+"""Let the first of several processes compute a cached result while the others wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_npu.base import files
 
 @contextlib.contextmanager
 def first_alone(file: Path) -> Iterator[None]:
-    """Run the block in one process first, and then in all other processes at once.
+    """Run the ``with`` block in one process first, and then in all other processes at the same time.
 
     This function uses a kernel lock, which is released when its process ends. A barrier would abort a run
     whose first rank takes longer than the timeout for collectives. On a file system without locks, every

@@ -1,4 +1,4 @@
-"""Detect tokens without an embedding before a step uses them, and report them in one line.
+"""Find tokens that have no embedding before a training step uses them, and report them in a one-line error.
 
 Such a token causes an IndexError in the middle of a step on a CPU, and reads unrelated memory on a device.
 """
@@ -27,7 +27,7 @@ def size_of(model: nn.Module) -> int | None:
 
 
 def require_known(batch: Any, size: int | None) -> None:
-    """Check that the ``input_ids`` of a batch in host memory have embeddings.
+    """Check that all ``input_ids`` of a batch in host memory have embeddings.
 
     Args:
         batch: a mapping whose ``input_ids`` have any shape and an integer dtype; other batches are not
@@ -46,7 +46,7 @@ def require_known(batch: Any, size: int | None) -> None:
 
 
 def require_known_column(dataset: Any, size: int | None, what: str) -> None:
-    """Check all tokens of a dataset of the ``datasets`` package.
+    """Check that all tokens in a dataset of the ``datasets`` package have embeddings.
 
     Other datasets are not checked.
 

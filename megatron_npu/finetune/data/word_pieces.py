@@ -13,7 +13,7 @@ from megatron_npu.data.tokenization import bert_wordpiece
 
 @dataclass(frozen=True)
 class WordPieces:
-    """Word-piece vocabulary with the interface of megatron-core's datasets.
+    """A word-piece vocabulary with the interface that megatron-core's datasets use.
 
     Attributes:
         inv_vocab: maps ids to pieces; pieces inside a word start with ``##``.
@@ -41,7 +41,7 @@ class WordPieces:
 
 
 def word_pieces(args: Namespace) -> WordPieces:
-    """Return the vocabulary defined by ``--tokenizer-type`` and the vocabulary files.
+    """Return the vocabulary that ``--tokenizer-type`` and the vocabulary files define.
 
     The vocabulary lacks ``[BOS]`` and ``[EOS]``, which Megatron adds to BERT's vocabulary, because
     Transformers models have no weights for them.
@@ -74,7 +74,7 @@ def word_pieces(args: Namespace) -> WordPieces:
 
 
 def _of_transformers(args: Namespace) -> Any:
-    """Return the tokenizer of --tokenizer-model if it is given, or else the model's tokenizer."""
+    """Return the tokenizer that --tokenizer-model names or, if it is not given, the model's own tokenizer."""
     from transformers import AutoTokenizer
 
     name = args.tokenizer_model or args.pretrained_model_name_or_path

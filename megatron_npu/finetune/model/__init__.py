@@ -1,1 +1,3 @@
-"""Prepare a user's model according to the switches: sharding, compilation, 16-bit precision and others."""
+"""Prepare a user's model according to the switches, which select sharding, compilation, 16-bit precision
+and more.
+"""

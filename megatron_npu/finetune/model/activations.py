@@ -1,4 +1,6 @@
-"""Apply activation checkpointing: save only a block's input, and recompute the rest in the backward pass."""
+"""Apply activation checkpointing, which saves only a block's input and recomputes the rest in the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def checkpoint_activations(model: nn.Module) -> str:
 
 
 def _transformers_own(model: Any) -> None:
-    """Enable gradient checkpointing in Transformers.
+    """Enable the gradient checkpointing that is built into Transformers.
 
     Version 5 renamed the method for this.
     """
@@ -48,7 +50,7 @@ def _transformers_own(model: Any) -> None:
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:
-    """Return a forward function that saves only the block's input if gradients are required."""
+    """Return a forward function that, if gradients are required, saves only the block's input."""
     forward = block.forward
 
     @wraps(forward)

@@ -1,6 +1,4 @@
-"""Find the repeated blocks of a Transformer, which are the units of sharding, recomputation and
-compilation.
-"""
+"""Find the repeated blocks of a Transformer, which are sharded, recomputed and compiled as units."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the (name, block) pairs of the model's Transformer blocks, in order.
+    """Return the model's Transformer blocks in order, each as a pair (name, block).
 
     A block is an item of the outermost list whose items are all of one class and have at least two weight
     matrices each: ``encoder.layer`` of a BERT, ``transformer.h`` of a GPT-2, both stacks of a T5, the layers
@@ -58,7 +56,7 @@ def own_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_a_stack(module: nn.Module) -> bool:
-    """Return True if a module list consists of Transformer blocks."""
+    """Return True if a module list is a stack of Transformer blocks."""
     if not isinstance(module, _LISTS):
         return False
     items = list(module.children())

@@ -1,4 +1,4 @@
-"""Disable KV caches during training, because only generation uses them."""
+"""Disable KV caches during training, because only generation needs them."""
 
 from __future__ import annotations
 

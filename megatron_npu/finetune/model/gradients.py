@@ -1,4 +1,4 @@
-"""Compute gradient norms over all ranks, and scale gradients of unsharded and sharded weights.
+"""Compute gradient norms over all ranks, and scale the gradients of unsharded and sharded weights.
 
 ``torch.nn.utils.get_total_norm`` is not used, because it computes the norm in the gradients' dtype. In fp16,
 the norm overflows to inf although no gradient is infinite, and a loss scale would treat this as an overflow.
@@ -19,7 +19,7 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes, local_part
 
 
 def norm_of(gradients: list[Tensor], device: torch.device) -> float:
-    """Return the L2 norm of all gradients as one vector.
+    """Return the L2 norm of all gradients together, as a single vector.
 
     If the gradients are sharded, it covers all ranks.
 
@@ -36,7 +36,7 @@ def norm_of(gradients: list[Tensor], device: torch.device) -> float:
 
 
 def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all values as an fp32 scalar on ``device``."""
+    """Return the sum of the squares of all values, as an fp32 scalar on ``device``."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for (bunch,) in group_by_dtypes((tensor,) for tensor in tensors if tensor.numel()):
         norm, _ = multi_tensor_l2norm(0, None, [bunch])
@@ -45,7 +45,7 @@ def _squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def clip(norm: float, largest: float) -> float:
-    """Return the clipping factor for a gradient norm.
+    """Return the factor by which gradients with the given norm must be multiplied to clip them.
 
     A ``largest`` of 0 disables clipping.
     """

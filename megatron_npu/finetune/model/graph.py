@@ -61,7 +61,7 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
 
 def attention_outside(model: nn.Module) -> str:
-    """Return a log line if attention is not part of the compiled graphs, or an empty string if it is.
+    """Return a log line if attention is not part of the compiled graphs, otherwise an empty string.
 
     The CPU operation generates dropout masks tile by tile from its own generator, which a graph cannot
     capture; torch's own attention would be part of the graph but compute all scores. Each block then consists
@@ -75,7 +75,7 @@ def attention_outside(model: nn.Module) -> str:
 
 
 def count_graphs() -> int:
-    """Return the number of graphs compiled in this process.
+    """Return the number of graphs that this process has compiled.
 
     The number must not grow with the number of steps.
     """

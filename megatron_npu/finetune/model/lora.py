@@ -14,7 +14,7 @@ ALPHA = 2  # the adapters' product is scaled by ALPHA, whatever the rank: lora_a
 
 
 def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
-    """Add adapters of the given rank to the model.
+    """Add low-rank adapters of the given rank to the model.
 
     Return the model and a log line.
 
@@ -47,7 +47,7 @@ def adapt(model: nn.Module, rank: int) -> tuple[nn.Module, str]:
 
 
 def _targets(model: nn.Module) -> tuple[list[str], str]:
-    """Return the value of peft's ``target_modules``, and a description of the selected modules."""
+    """Return the value for peft's ``target_modules``, and a description of the selected modules."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -62,7 +62,7 @@ def _targets(model: nn.Module) -> tuple[list[str], str]:
 
 
 def _require_low(model: nn.Module, targets: list[str], rank: int) -> None:
-    """Check that the adapters have fewer weights than the matrices that they adapt.
+    """Check that each adapter has fewer weights than the matrix that it adapts.
 
     Raises:
         UsageError: the adapters' rank is not smaller than that of the matrices.
@@ -84,7 +84,9 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the modules of a Transformers model other than its base model and language-model head."""
+    """Return those modules of a Transformers model that are not in its base model or its language-model
+    head.
+    """
     base = getattr(model, "base_model_prefix", "")
     if not base or not hasattr(model, base) or not hasattr(model, "get_output_embeddings"):
         return []

@@ -24,7 +24,7 @@ _GATHERED = 1 << 20  # values that one collective brings together
 
 @dataclass
 class _Weight:
-    """Parameter of the model, with the part of it that this rank's optimizer updates.
+    """A parameter of the model, with the part of it that this rank's optimizer updates.
 
     Attributes:
         main: the tensor that the optimizer updates: the parameter itself, a row shard, or a copy on the host.
@@ -36,7 +36,7 @@ class _Weight:
     step: int
 
     def rows(self, rank: int, of: Tensor) -> Tensor:
-        """Return the rows of ``of`` that belong to ``rank`` as a view.
+        """Return a view of the rows of the tensor ``of`` that belong to ``rank``.
 
         ``of`` has the parameter's shape.
         """
@@ -44,7 +44,7 @@ class _Weight:
 
     @property
     def padded(self) -> int:
-        """The number of values in a shard, padded so that every rank sends the same number."""
+        """The number of values in a shard, padded so that all ranks send the same number."""
         return self.step * self.parameter.numel() // max(1, self.parameter.shape[0])
 
 
@@ -75,7 +75,7 @@ class MainWeights:
         return {name: weight.main for name, weight in self.weights.items()}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run ``pull`` before each optimizer step and ``push`` after it."""
+        """Call ``pull`` before each optimizer step and ``push`` after it."""
         optimizer.register_step_pre_hook(lambda *_: self.pull() if self._follows else None)
         optimizer.register_step_post_hook(lambda *_: self.push() if self._follows else None)
 
@@ -100,7 +100,7 @@ class MainWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Copy the updated values to the model on every rank, and clear the model's gradients."""
+        """Copy the updated weights to the model on every rank, and clear the model's gradients."""
         for weight in self.weights.values():
             if self.host:
                 weight.rows(self.rank, weight.parameter).copy_(_local(weight.main))
@@ -111,7 +111,7 @@ class MainWeights:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the model's values to the main weights after a checkpoint was loaded."""
+        """Copy the model's weights to the main weights after a checkpoint has been loaded."""
         if self.host:
             for weight in self.weights.values():
                 _local(weight.main).copy_(weight.rows(self.rank, weight.parameter))
@@ -127,7 +127,9 @@ class MainWeights:
         return weight
 
     def _like_main(self, weight: _Weight, part: Tensor) -> Tensor:
-        """Return this rank's part of a weight or gradient, on the optimizer's device and in its layout."""
+        """Return this rank's part of a weight or a gradient, on the optimizer's device and in the
+        optimizer's layout.
+        """
         if self.host:
             part = part.to("cpu", copy=True)
         if not weight.step or self.mesh is None:
@@ -140,7 +142,7 @@ class MainWeights:
         return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def _bunches(self) -> Iterator[list[_Weight]]:
-        """Yield groups of sharded weights with equal dtype and device.
+        """Yield groups of sharded weights that have the same dtype and device.
 
         One collective gathers each group.
         """
@@ -158,7 +160,7 @@ class MainWeights:
         yield from open_.values()
 
     def _gather(self, bunch: list[_Weight]) -> None:
-        """All-gather the rows of these weights."""
+        """All-gather the rows of the given weights from all ranks."""
         assert self.mesh is not None
         sizes = [weight.padded for weight in bunch]
         like = bunch[0].parameter

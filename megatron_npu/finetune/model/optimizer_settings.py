@@ -1,4 +1,5 @@
-"""Restore optimizer settings from the current flags, rather than from the checkpoint, on resume.
+"""Set the optimizer's settings from the current flags, rather than from the checkpoint, when a run is
+resumed.
 
 These settings must be restored after loading, because torch stores them in the parameter groups, which are
 loaded together with the moments, and ``LambdaLR`` stores each group's maximum learning rate.
@@ -17,7 +18,7 @@ _SETTINGS = ("betas", "eps", "weight_decay", "initial_lr")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a newly created optimizer and its schedule.
+    """The settings of a newly created optimizer and its schedule.
 
     Attributes:
         groups: the settings of each group.
@@ -29,7 +30,7 @@ class Settings:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> Settings:
-        """Return the current settings.
+        """Return the current settings of an optimizer and its schedule.
 
         Call this before a checkpoint is loaded.
         """
@@ -39,7 +40,7 @@ class Settings:
         return Settings(groups, list(schedule.base_lrs) if isinstance(schedule, LambdaLR) else None)
 
     def restore(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None) -> None:
-        """Restore the settings, and compute the learning rate from the schedule's position."""
+        """Restore the settings, and compute the learning rate for the schedule's position."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(own)
         if self.rates is not None and isinstance(schedule, LambdaLR):
@@ -48,7 +49,7 @@ class Settings:
 
 
 def follow(schedule: LambdaLR) -> None:
-    """Recompute the learning rates at a schedule's position.
+    """Recompute the learning rates for the schedule's position.
 
     The schedule's function may have changed.
     """

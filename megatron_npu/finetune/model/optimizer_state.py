@@ -1,4 +1,4 @@
-"""Save the optimizer state of replaced weights under the weights' original names.
+"""Save the optimizer state of replaced weights under the names of the original weights.
 
 ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not used: it handles only the model's own
 weights, and not those of ZeRO-1 or of an offloaded optimizer; it omits weights that have not been updated
@@ -19,7 +19,7 @@ Named = dict[str, nn.Parameter]
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Named, now: Named) -> None:
-    """Make an optimizer update the tensors that replace a model's weights.
+    """Make an optimizer update the tensors that have replaced the weights of a model.
 
     Parameter groups keep their options. Weights that are no longer trained are removed from their group, new
     weights (adapters) are added to the first group, and weights that were in no group are not added to any.
@@ -51,7 +51,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str,
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: dict[str, Any]) -> None:
-    """Load the result of ``optimizer_state``.
+    """Load an optimizer state that ``optimizer_state`` has returned.
 
     A weight without saved state has no state afterwards.
     """
@@ -66,7 +66,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, named: Named, saved: 
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing optimizer state by running a step that changes no weights.
+    """Create missing optimizer states by running a step that changes no weights.
 
     The weights get zero gradients and a learning rate of 0, and the step is not counted. torch's
     ``_init_optim_state`` does the same for an optimizer without any state, but leaves the step counts at 1.
@@ -91,7 +91,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _no_learning_rate(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Set the learning rates to 0 within the block, so that an optimizer step changes no weights.
+    """Set the learning rates to 0 inside the ``with`` block, so that an optimizer step changes no weights.
 
     All group options are restored afterwards.
     """

@@ -1,4 +1,4 @@
-"""Support models with a masked-word head and a next-sentence head, whose loss is the sum of two means.
+"""Support models with a masked-word head and a next-sentence head, which return the sum of both losses.
 
 A batch has one sentence pair per sample but a different number of masked words, so the two means are weighted
 by different label counts. Transformers models return only the sum; the second loss is therefore recomputed
@@ -18,7 +18,7 @@ LABEL = "next_sentence_label"
 
 
 class PairLoss:
-    """Separate the next-sentence loss from the summed loss that a model returns.
+    """Separates the next-sentence loss from the sum of losses that a model returns.
 
     Args:
         model: a model for which ``has_pairs`` returns True; its outputs are recorded.
@@ -35,7 +35,7 @@ class PairLoss:
             self._last = cross_entropy(logits.float(), labels.view(-1))
 
     def split(self, loss: Tensor) -> tuple[Tensor, ...]:
-        """Return the word loss and the next-sentence loss of the last forward pass, given their sum.
+        """Return the masked-word loss and the next-sentence loss of the last forward pass, given their sum.
 
         If the next-sentence loss cannot be determined (for example with tuple outputs), the whole sum counts
         as word loss.
@@ -45,7 +45,7 @@ class PairLoss:
 
 
 def has_pairs(model: nn.Module) -> bool:
-    """Return True if a model has both heads."""
+    """Return True if a model has both a masked-word head and a next-sentence head."""
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

@@ -1,4 +1,4 @@
-"""Implement mixed precision: 16-bit matmuls, fp32 weights, and the loss scale for fp16."""
+"""Implement mixed precision: matmuls in 16 bits, weights in fp32, and a loss scale for fp16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(mixed_precision: str | None) -> torch.dtype:
-    """Return the dtype used for matmuls."""
+    """Return the dtype in which matmuls are computed."""
     return _DTYPES[mixed_precision]
 
 
@@ -48,11 +48,14 @@ class LossScale:
     interval: int = 2000
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss for the backward pass."""
+        """Return the loss multiplied by the loss scale, for use in the backward pass."""
         return loss.float() * self.value
 
     def update(self, norm: float) -> bool:
-        """Record a step's gradient norm. Return True if the step overflowed."""
+        """Record the gradient norm of a step, and adjust the loss scale.
+
+        Return True if the step overflowed.
+        """
         if not math.isfinite(norm):
             self.value, self.steps = max(self.value * self.backoff, SMALLEST), 0
             return True
@@ -66,6 +69,6 @@ class LossScale:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state_dict``."""
+        """Load a state that ``state_dict`` has returned."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -97,11 +97,13 @@ class Prepared:
         return accumulating(self.model, last, keep_gathered=self.switches.sharding == "zero-2")
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for each forward pass, in training and evaluation."""
+        """Return the context in which each forward pass runs, in training and in evaluation."""
         return autocast(self.device, self.switches.mixed_precision)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of ``loss``, a scalar in fp32 or a 16-bit dtype."""
+        """Run the backward pass of ``loss``, a scalar in fp32 or a 16-bit dtype, and accumulate the
+        gradients.
+        """
         (loss if self.loss_scale is None else self.loss_scale.scaled(loss)).backward()
 
     def step(self) -> float | None:
@@ -131,7 +133,8 @@ class Prepared:
         self.module.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model, optimizer, schedule and loss-scale state for ``torch.distributed.checkpoint``.
+        """Return the states of model, optimizer, schedule and loss scale for
+        ``torch.distributed.checkpoint``.
 
         Each rank stores its own shards, and weights are stored under their names in ``module``, so that a run
         can resume with different sharding or a different number of ranks.
@@ -148,7 +151,7 @@ class Prepared:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of ``state_dict`` with values from a checkpoint.
+        """Load values from a checkpoint in the form that ``state_dict`` returns.
 
         For the default optimizer, only the moments are loaded; the settings and the learning rate come from
         the current flags. A user's optimizer keeps its stored settings, and a schedule from the flags uses
@@ -257,7 +260,7 @@ def prepare(
 
 
 def accelerated(model: nn.Module, switches: Switches) -> tuple[nn.Module, list[str]]:
-    """Apply the switches that change the model in place.
+    """Apply those switches that change the model in place.
 
     Return the model and one log line per switch.
     """
@@ -281,7 +284,7 @@ def optimizer_of(
     before: dict[str, nn.Parameter],
     weights: dict[str, nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for the trained weights.
+    """Return the optimizer for the weights that are trained.
 
     An existing optimizer is rebound to these weights.
 
@@ -307,7 +310,7 @@ def optimizer_of(
 
 
 def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
-    """Return the optimizer or scheduler that a user's function creates.
+    """Call a user's function, and return the optimizer or scheduler that it creates.
 
     Raises:
         UsageError: the given object is not a function of one argument, or the function does not return an
@@ -330,7 +333,7 @@ def _made(function: Any, of: Any, what: str, *, has: str) -> Any:
 
 
 def _require_argument(function: Callable[..., Any], what: str) -> None:
-    """Reject a function that does not accept a single argument (the parameters or the optimizer)."""
+    """Reject a function that cannot be called with a single argument (the parameters or the optimizer)."""
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
@@ -351,7 +354,7 @@ def _adam(parameters: Iterable[nn.Parameter], *, options: AdamOptions) -> torch.
 def _distribute(
     model: nn.Module, switches: Switches, device: torch.device
 ) -> tuple[nn.Module, nn.Module, str]:
-    """Move the model to the device and shard it.
+    """Move the model to the device, and shard it.
 
     Returns:
         The model to call, the user's module inside it, and a log line.
@@ -385,7 +388,7 @@ def _main_weights(
 
 
 def decayed_and_not(trained: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with weight decay, and vectors (biases, norms) without decay."""
+    """Return two parameter groups: matrices with weight decay, and vectors (biases and norms) without it."""
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [

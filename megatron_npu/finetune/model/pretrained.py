@@ -29,7 +29,7 @@ NO_CODE = {"trust_remote_code": False}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """Return the configuration of a model, which all of its heads share.
+    """Return the configuration of a model, which is the same for all of its heads.
 
     Args:
         name: a folder, or a name on the hub.
@@ -46,18 +46,20 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def has_head(config: Any, head: str) -> bool:
-    """Return True if a model with this configuration has the head of the given Auto class."""
+    """Return True if Transformers has the head of the given Auto class for a model with this
+    configuration.
+    """
     return type(config) in _auto(head)._model_mapping
 
 
 def sees_all(config: Any) -> bool:
-    """Return True if tokens attend to later tokens, as in encoders."""
+    """Return True if tokens attend to later tokens, as they do in encoders."""
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return has_head(config, "AutoModelForMaskedLM") and not decodes
 
 
 def class_names(name: str) -> tuple[str, ...]:
-    """Return the class names of a model, ordered by class number.
+    """Return the names of the classes that a model predicts, ordered by class number.
 
     Raises:
         UsageError: the model does not exist.
@@ -68,7 +70,7 @@ def class_names(name: str) -> tuple[str, ...]:
 
 
 def is_cached(name: str, file: str = "config.json") -> bool:
-    """Return True if a file of a hub model is in the hub's cache."""
+    """Return True if the hub's cache contains the given file of a model."""
     from transformers.utils import cached_file
 
     found = cached_file(
@@ -83,7 +85,7 @@ def is_cached(name: str, file: str = "config.json") -> bool:
 
 
 def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with its weights in fp32.
+    """Load a model with an Auto class, and return it with its weights in fp32.
 
     Raises:
         UsageError: there are no weights.
@@ -94,7 +96,9 @@ def loaded(name: str, auto: Any, config: Any) -> torch.nn.Module:
 
 
 def _require_as_downloaded(name: str) -> None:
-    """Compare the weights in a folder or in the hub's cache with the hub's checksums, if available."""
+    """Compare the weights in a folder or in the hub's cache with the hub's checksums, if these are
+    available.
+    """
     from transformers.utils import cached_file
 
     if os.environ.get("RANK", "0") != "0":
@@ -116,7 +120,7 @@ def _require_as_downloaded(name: str) -> None:
 
 
 def _looked_at(name: str, model: T) -> T:
-    """Return the model after warning on rank 0 about values that do not occur in trained models."""
+    """Warn on rank 0 about values that do not occur in trained models, and return the model."""
     if os.environ.get("RANK", "0") == "0" and isinstance(model, torch.nn.Module):
         stranger_weights.tell_of_implausible(name, model.named_parameters())
     return model
@@ -151,7 +155,7 @@ def tokenizer(name: str, config: Any, **options: Any) -> Any:
 
 
 def model(name: str, head: str, config: Any) -> torch.nn.Module:
-    """Return a model of an Auto class with fp32 weights.
+    """Return a model of the given Auto class with weights in fp32.
 
     A head without stored weights is initialized.
 
@@ -172,7 +176,7 @@ def model(name: str, head: str, config: Any) -> torch.nn.Module:
 
 
 def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise: int = 1024) -> int:
-    """Return the maximum number of input tokens: the requested number or the model's limit.
+    """Return the maximum number of input tokens: the requested number, or the limit of the model.
 
     Args:
         name: name of the model.
@@ -202,7 +206,7 @@ def longest(name: str, tokenizer: Any, config: Any, asked: int | None, otherwise
 
 
 def _refuse_endless(name: str, config: Any) -> None:
-    """Reject a number of layers so large that building the model would exhaust memory."""
+    """Reject a number of layers that is so large that building the model would exhaust the memory."""
     for key in _LAYERS:
         count = getattr(config, key, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
@@ -212,7 +216,7 @@ def _refuse_endless(name: str, config: Any) -> None:
 
 
 def _auto(head: str) -> Any:
-    """Return the Transformers Auto class with this name."""
+    """Return the Transformers Auto class with the given name."""
     import transformers
 
     return getattr(transformers, head)
@@ -242,7 +246,7 @@ def _reason_of(name: str, error: Exception) -> str:
 
 
 def _was_not_asked(error: BaseException) -> bool:
-    """Return True if the hub could not be reached and its cache has no copy."""
+    """Return True if the hub could not be reached and its cache contains no copy."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     reasons: list[BaseException] = [error]

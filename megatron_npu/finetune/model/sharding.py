@@ -1,4 +1,4 @@
-"""Apply data-parallel sharding with torch's DDP and FSDP2 (``fully_shard``)."""
+"""Apply data parallelism and sharding with torch's DDP and FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Wrap a model in DDP that permits batches to leave parts of the model unused."""
+    """Wrap a model in DDP, allowing batches that leave parts of the model unused."""
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
@@ -49,7 +49,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
 
 
 def mesh_of(device: torch.device) -> DeviceMesh:
-    """Return a device mesh of all ranks."""
+    """Return a device mesh that contains all ranks."""
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
@@ -107,7 +107,7 @@ def _precision(switches: Switches) -> MixedPrecisionPolicy:
 
 
 def same_everywhere(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of unsharded tensors to all ranks, as the constructor of DDP does.
+    """Copy the values of unsharded tensors from rank 0 to all ranks, as the constructor of DDP does.
 
     Without this call, ``fully_shard`` would keep each rank's own values.
     """
@@ -121,7 +121,7 @@ def same_everywhere(module: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool, keep_gathered: bool) -> Iterator[None]:
-    """Reduce the gradients of a micro-batch only when this is necessary.
+    """Reduce the gradients of a micro-batch over the ranks only when this is necessary.
 
     DDP reduces gradients only in the last micro-batch of a step. ``fully_shard`` reduces them in each
     micro-batch, because no rank keeps whole gradients; with ``keep_gathered`` (zero-2), weights stay gathered

@@ -1,4 +1,4 @@
-"""Define ``RapidformerEngine``, which sets up the process group and the device and accelerates models."""
+"""Define ``RapidformerEngine``, which sets up the process group and the device, and accelerates models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 
 class RapidformerEngine:
-    """Set up the processes, and prepare models, data and results.
+    """Sets up the processes of a run, and prepares models, data and results.
 
     Args:
         args: the flags (``arguments.parse``). If None, the flags of the run are used.
@@ -121,7 +121,7 @@ class RapidformerEngine:
         lr_scheduler: Any = None,
         plan: RunPlan | None = None,
     ) -> Prepared:
-        """Prepare a model according to the switches, for loops that need the complete result.
+        """Prepare a model according to the switches, for training loops that need the complete result.
 
         Args:
             model: the model.
@@ -165,7 +165,7 @@ class RapidformerEngine:
         return self.prepared
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, concatenated.
+        """Concatenate the tensors of all ranks, and return the result.
 
         All ranks must call this method. Samples that were repeated in a loader's last batch are removed, so
         that each sample of the dataset occurs once, in order. For tensors of different lengths, see
@@ -206,7 +206,7 @@ class RapidformerEngine:
         return loader
 
     def loader(self, dataset: Any, collate_fn: Collate | None, **sampling: Any) -> Loader:
-        """Return a ``Loader`` for this rank.
+        """Return a ``Loader`` of this rank's batches.
 
         With ``--dynamic-shape``, its batches have only a few different lengths.
 
@@ -225,7 +225,9 @@ class RapidformerEngine:
         )
 
     def _bucketed(self, dataset: Any, collate: Collate | None) -> Collate | None:
-        """Pad token batches to a small number of lengths (``--dynamic-shape``), and log them once."""
+        """Pad token batches to a small number of lengths (``--dynamic-shape``), and log these lengths
+        once.
+        """
         first = dataset[0] if len(dataset) else None
         if collate is None or not isinstance(first, Mapping) or "input_ids" not in first:
             return collate
@@ -268,7 +270,7 @@ def used() -> int:
 
 
 def meet(args: Namespace) -> None:
-    """Create the process group with the flags of a run, and check that all ranks save to the same folder.
+    """Create the process group according to a run's flags, and check that all ranks save to the same folder.
 
     Raises:
         UsageError: the group cannot be created (see ``join``), or the ranks save to different folders.
@@ -283,7 +285,7 @@ def meet(args: Namespace) -> None:
 
 
 def join(rank: int, world_size: int, timeout_minutes: float) -> None:
-    """Create the process group and start the watchdog; a single process does not require an address.
+    """Create the process group and start the watchdog; a single process needs no address.
 
     Raises:
         UsageError: other processes are missing, torchrun restarted the run with a stale store, or the limit

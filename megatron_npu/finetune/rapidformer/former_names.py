@@ -18,7 +18,7 @@ from megatron_npu.finetune.rapidformer.script_metrics import load_metric
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW optimizer of Transformers before version 5, with identical steps.
+    """The AdamW optimizer that Transformers had before version 5, with identical steps.
 
     Args:
         params: parameters or groups.
@@ -85,7 +85,7 @@ def rename_column_(self: Any, original_column_name: str, new_column_name: str) -
 
 
 def supply(text: str) -> list[str]:
-    """Add missing names that a script uses to their modules.
+    """Add the removed names that a script uses to the modules that used to define them.
 
     Return the added names.
 

@@ -1,4 +1,4 @@
-"""Gather the tensors of all ranks in order to compute metrics."""
+"""Gather the tensors of all ranks for computing metrics."""
 
 from __future__ import annotations
 

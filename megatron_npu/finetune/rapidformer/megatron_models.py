@@ -54,7 +54,7 @@ def is_megatron(module: nn.Module) -> bool:
 
 
 def _names_megatron(template: PreTrainer) -> bool:
-    """Return True if a template's file defines or imports a megatron-core model."""
+    """Return True if the file of a template defines or imports a megatron-core model."""
     core = sys.modules.get("megatron.core.transformer.module")
     for value in list(template.model_optimizer_lr_scheduler_provider.__globals__.values()):
         if getattr(value, "__module__", None) == _SCRIPTS and value.__name__.startswith("megatron_"):
@@ -66,7 +66,8 @@ def _names_megatron(template: PreTrainer) -> bool:
 
 @contextlib.contextmanager
 def session(template: PreTrainer) -> Iterator[None]:
-    """Create megatron-core's process groups within the block if the template may use a megatron-core model.
+    """Create megatron-core's process groups inside the ``with`` block if the template may use a megatron-core
+    model.
 
     A megatron-core model may be used if the flags select model parallelism or the template's file names such
     a model.
@@ -96,7 +97,7 @@ def session(template: PreTrainer) -> Iterator[None]:
 
 
 def driver_flags(args: Namespace, **others: object) -> Namespace:
-    """Convert the flags of ``train`` to flags of the built-in trainer, which have the same names.
+    """Convert flags of ``train`` to flags of the built-in trainer, which have the same names.
 
     Args:
         args: the flags of ``train``, including its ranks.
@@ -112,7 +113,7 @@ def driver_flags(args: Namespace, **others: object) -> Namespace:
 
 
 def _check_tokenizer(args: Namespace) -> None:
-    """Check the tokenizer.
+    """Check the tokenizer of a run whose data comes from a template.
 
     The template provides the data itself.
     """
@@ -123,7 +124,7 @@ def _check_tokenizer(args: Namespace) -> None:
 def train(
     template: PreTrainer, datasets: providers.Datasets, module: nn.Module, optimizer: Any, scheduler: Any
 ) -> Outcome:
-    """Train a template's model inside ``session``, and return the outcome.
+    """Train the model of a template inside ``session``, and return the outcome.
 
     Args:
         template: the template, whose ``run_forward_step`` computes the loss.
@@ -168,7 +169,7 @@ def train(
 
 
 def _complete(args: Namespace, config: TransformerConfig) -> None:
-    """Set precision, recomputation and pipeline options in a template's configuration from the flags."""
+    """Set the precision, recomputation and pipeline options in a template's configuration from the flags."""
     ours = gpt.transformer_config(args)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):
         own, asked = getattr(config, name), getattr(ours, name)
@@ -182,7 +183,7 @@ def _complete(args: Namespace, config: TransformerConfig) -> None:
 
 
 class _Journal(training_log.Log):
-    """Log of the built-in trainer that also collects losses and gradient norms."""
+    """The built-in trainer's log, which also collects losses and gradient norms."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -190,17 +191,17 @@ class _Journal(training_log.Log):
         self.norms: list[float | None] = []
 
     def training(self, iteration: int, steps: training_log.Steps, **more: Any) -> None:
-        """Collect the losses and gradient norms, and log them."""
+        """Collect the losses and gradient norms of an interval, and log them."""
         self.losses += steps.losses
         self.norms += steps.interval.norms
         super().training(iteration, steps, **more)
 
 
 def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[training_loop.Trainer]:
-    """Return the built-in trainer with the data and the loss of a template."""
+    """Return the built-in trainer, set up with the data and the loss of a template."""
 
     class TemplateTrainer(training_loop.Trainer):
-        """Built-in trainer that uses a template's data and loss."""
+        """The built-in trainer with the data and the loss of a template."""
 
         goes_on = ""  # ``train`` has no flag for it
 
@@ -209,7 +210,7 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
             return self.batches(self.datasets.train, self.position.train_samples)
 
         def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
-            """Return micro-batches on every rank.
+            """Return micro-batches for every rank.
 
             A template requests them on each pipeline stage.
             """
@@ -226,7 +227,7 @@ def _trainer(template: PreTrainer, datasets: providers.Datasets) -> type[trainin
 
 
 class _StageEnds(BaseException):
-    """Raised by ``model(...)`` on all stages but the last, to leave ``run_forward_step``.
+    """Raised by ``model(...)`` on every stage except the last, to leave ``run_forward_step``.
 
     This is a BaseException so that a user's ``except Exception`` does not catch it.
     """
@@ -237,7 +238,7 @@ class _StageEnds(BaseException):
 
 
 class _Stage:
-    """Pipeline stage with the call interface that ``run_forward_step`` uses.
+    """Pipeline stage that ``run_forward_step`` can call like a model.
 
     Args:
         chunk: the stage in its wrappers, whose other attributes are accessible too.
@@ -258,7 +259,7 @@ class _Stage:
 
 
 def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-    """Return a micro-batch's output and its loss function, as megatron-core requires."""
+    """Return the output for a micro-batch and its loss function, as megatron-core requires."""
     last = gpt.at_ends()[1]
     counts = _Counts(template, batches) if flags().calculate_per_token_loss else None
     batches = batches if counts is None else counts
@@ -277,7 +278,7 @@ def _forward_step(template: PreTrainer, batches: Any, chunk: nn.Module) -> tuple
 
 
 class _Counts:
-    """Iterator over batches that counts the labels over which the loss is averaged.
+    """Iterator over batches that also counts the labels over which the loss is averaged.
 
     Args:
         template: the template, whose ``label_counts`` returns the number of labels in a batch.
@@ -302,8 +303,8 @@ class _Counts:
         return batch
 
     def weighed(self, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss summed over the labels, the label count (int32), and both for the log, ``[2]``
-        fp32.
+        """Return the loss summed over the labels, the number of labels (int32), and both values for the log,
+        ``[2]`` fp32.
 
         megatron-core divides the gradients by the label count of all micro-batches and ranks.
         """
@@ -313,7 +314,7 @@ class _Counts:
 
 
 def _mean_of_ranks(loss: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss and ``[loss, 1]`` for averaging over micro-batches and ranks in megatron-core."""
+    """Return the loss and ``[loss, 1]``, which megatron-core averages over micro-batches and ranks."""
     log = torch.stack([loss.detach().float(), torch.ones_like(loss, dtype=torch.float32)])
     return loss.clone(), log  # of its own: megatron-core divides it in place, and frees it behind a stage
 

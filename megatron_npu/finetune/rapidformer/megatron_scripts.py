@@ -1,4 +1,4 @@
-"""Provide functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
+"""Provide the functions that scripts for Megatron models import: the model, the tokenizer and the masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def megatron_config() -> TransformerConfig:
-    """Return a megatron-core configuration from the flags, for a custom model.
+    """Return a megatron-core configuration for a custom model, based on the flags.
 
     Raises:
         UsageError: the function is called outside ``train()`` of a template whose flags specify the sizes for
@@ -28,7 +28,7 @@ def megatron_config() -> TransformerConfig:
 
 
 def megatron_gpt() -> GPTModel:
-    """Return this pipeline stage of megatron-core's GPT model, configured by the flags.
+    """Return the part of megatron-core's GPT model for this pipeline stage, configured by the flags.
 
     Raises:
         UsageError: see ``megatron_config``.

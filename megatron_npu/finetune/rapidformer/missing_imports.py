@@ -1,4 +1,4 @@
-"""Provide names that the document's scripts use without importing them."""
+"""Provide names that the scripts in the PAI-Rapidformer document use without importing them."""
 
 from __future__ import annotations
 

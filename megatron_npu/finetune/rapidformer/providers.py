@@ -18,7 +18,7 @@ from megatron_npu.finetune.data.loading import Collate, require_length
 
 
 class Datasets(NamedTuple):
-    """Result of ``train_valid_test_datasets_provider``.
+    """The result of ``train_valid_test_datasets_provider``.
 
     Every split except the first may be None.
     """
@@ -30,7 +30,7 @@ class Datasets(NamedTuple):
 
 
 def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
-    """Call ``train_valid_test_datasets_provider``.
+    """Call a template's ``train_valid_test_datasets_provider``, and check the result.
 
     Args:
         template: the template.
@@ -61,7 +61,7 @@ def datasets(template: Any, *given: Any, collates: bool) -> Datasets:
 
 
 def model(template: Any) -> tuple[nn.Module, Any, Any]:
-    """Call ``model_optimizer_lr_scheduler_provider``.
+    """Call a template's ``model_optimizer_lr_scheduler_provider``, and check the result.
 
     Its last two results may be None.
 
@@ -83,7 +83,7 @@ def model(template: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor:
-    """Return the result of ``run_forward_step`` after checking that it is a valid loss.
+    """Check that the result of ``run_forward_step`` is a valid loss, and return it.
 
     Raises:
         UsageError: the result is not a loss.
@@ -107,7 +107,7 @@ def loss(template: Any, returned: Any, *, training: bool = True) -> torch.Tensor
 def losses(
     template: Any, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Check and return the losses that ``run_forward_step`` returned.
+    """Check the losses that ``run_forward_step`` has returned, and return them.
 
     Args:
         template: the template.
@@ -147,7 +147,7 @@ def metrics(template: Any, returned: Any) -> dict[str, float]:
 
 
 def as_module(given: Any) -> nn.Module:
-    """Check and return the model passed to ``compose``.
+    """Check the model that was passed to ``compose``, and return it.
 
     Raises:
         UsageError: the model is not a module.
@@ -167,7 +167,7 @@ def as_module(given: Any) -> nn.Module:
 
 
 def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
-    """Return a function that creates the user's scheduler, or None without a scheduler.
+    """Return a function that creates the user's scheduler, or None if there is no scheduler.
 
     Raises:
         UsageError: the user passed a scheduler that was created for another optimizer.
@@ -184,12 +184,12 @@ def as_scheduler_fn(given: Any, optimizer: Any) -> Callable[[torch.optim.Optimiz
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return True if a value is an existing scheduler."""
+    """Return True if a value is a scheduler object."""
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
 def missing(template: Any, name: str, returns: str) -> UsageError:
-    """Return the error for a method that a template lacks."""
+    """Return the error for a method that a template does not define."""
     return UsageError(
         f"{type(template).__name__} must define the method {name}, which returns {returns}. Define this "
         "method."
@@ -197,7 +197,7 @@ def missing(template: Any, name: str, returns: str) -> UsageError:
 
 
 def _require_signatures(template: Any, given: tuple[Any, ...]) -> None:
-    """Check before the first call that a template's methods accept their arguments."""
+    """Check, before the first call, that the methods of a template accept their arguments."""
     calls: dict[str, tuple[Any, ...]] = {
         "train_valid_test_datasets_provider": given,
         "model_optimizer_lr_scheduler_provider": (),

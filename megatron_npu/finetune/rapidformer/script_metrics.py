@@ -1,4 +1,4 @@
-"""Support scripts that use ``load_metric``, which ``datasets`` removed in version 3."""
+"""Support scripts that use ``load_metric``, which version 3 of ``datasets`` removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.finetune.run import metrics
 
 
 class Metric:
-    """Collects predictions and references, and computes metrics from all of them.
+    """A metric that collects predictions and references, and computes its values from all of them.
 
     Args:
         glue: GLUE task whose metrics are computed. If None, accuracy, F1 and Matthews' correlation are
@@ -30,7 +30,7 @@ class Metric:
         self._references.append(_array(references))
 
     def compute(self) -> dict[str, float]:
-        """Compute metrics over all batches since the last call, keyed by name.
+        """Compute the metrics over all batches added since the last call, and return them by name.
 
         Raises:
             UsageError: no batches were added.
@@ -49,7 +49,7 @@ class Metric:
 
 
 def load_metric(path: str | None = None, name: str | None = None) -> Metric:
-    """Return the metrics for a dataset, as ``datasets.load_metric`` did.
+    """Return the metrics that belong to a dataset, as ``datasets.load_metric`` did.
 
     Args:
         path: path of the dataset; accepted for compatibility.
@@ -59,7 +59,7 @@ def load_metric(path: str | None = None, name: str | None = None) -> Metric:
 
 
 def _classes() -> int | None:
-    """Return the number of classes of this run's model, or None if it is unknown."""
+    """Return the number of classes of this run's model, or None if it is not known."""
     run = state.run()
     prepared = [engine.prepared for engine in run.engines if engine.prepared is not None] if run else []
     config = getattr(prepared[-1].module, "config", None) if prepared else None

@@ -1,4 +1,4 @@
-"""Provide the flags, the logger and the timers that a user's script can access."""
+"""Provide the flags, the logger and the timers that users' scripts can access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SCRIPTS = ("load", "load_from")  # what the flags and a script mean by these
 
 
 class ScriptArgs(Namespace):
-    """Flags as scripts for PAI-Rapidformer see them.
+    """The flags, in the form that scripts for PAI-Rapidformer expect.
 
     Values that a script sets also apply to the run.
 
@@ -66,7 +66,7 @@ class Run:
 
 
 class _Process:
-    """State of this process: the current run, which all threads share, and the timers."""
+    """The state of this process: the current run, which all threads share, and the timers."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -77,7 +77,7 @@ _process = _Process()
 
 
 def set_args(args: Namespace | None) -> None:
-    """Start a run with these flags, unless one has been started.
+    """Start a run with the given flags, unless a run has already been started.
 
     None ends the run.
     """
@@ -108,7 +108,7 @@ def current() -> Run:
 
 
 def get_args() -> ScriptArgs:
-    """Return the flags of the current run in the form for scripts.
+    """Return the flags of the current run in the form that scripts expect.
 
     Raises:
         UsageError: no run was started.

@@ -1,4 +1,6 @@
-"""Define the base classes ``Finetuner`` and ``PreTrainer`` for users' templates and this project's tasks."""
+"""Define ``Finetuner`` and ``PreTrainer``, the base classes of users' templates and of this project's
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from megatron_npu.finetune.run.run_plan import RunPlan
 
 
 class Template:
-    """Base class of both templates.
+    """Base class of the two templates ``Finetuner`` and ``PreTrainer``.
 
     Args:
         engine: the engine of this process.
@@ -92,7 +94,7 @@ class Template:
         self.engine.used = True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the concatenated tensors of all ranks; see ``RapidformerEngine.gather``."""
+        """Concatenate the tensors of all ranks, and return the result; see ``RapidformerEngine.gather``."""
         return self.engine.gather(tensor)
 
     def build_data_loader(
@@ -115,7 +117,7 @@ class Template:
         return loader
 
     def _require_known_tokens(self, data: providers.Datasets) -> None:
-        """Check the tokens of datasets that have columns.
+        """Check that all tokens in the datasets have embeddings, for datasets that have columns.
 
         Other datasets are checked batch by batch.
         """
@@ -124,7 +126,7 @@ class Template:
 
 
 class Finetuner(Template):
-    """Fine-tunes a model for a number of epochs, and computes metrics after each epoch.
+    """Template that fine-tunes a model for a number of epochs, and computes metrics after each epoch.
 
     A subclass implements four methods: ``train_valid_test_datasets_provider`` without arguments, which
     returns ``train_dataset, valid_dataset, test_dataset, collate_fn`` (None for a missing split; a test set
@@ -133,7 +135,7 @@ class Finetuner(Template):
     """
 
     def run_compute_metrics(self, model: list[nn.Module], eval_dataloader: Loader) -> Any:
-        """Return the metrics for the validation or test data as a dict, or None.
+        """Return the metrics of the validation or test data as a dict, or None.
 
         All ranks call this method, and ``self.gather`` concatenates their results.
 
@@ -183,12 +185,12 @@ class Finetuner(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def finetune(self) -> Outcome:
-        """Call ``train`` under the document's name."""
+        """Call ``train`` under the name that the PAI-Rapidformer document uses."""
         return self.train()
 
 
 class PreTrainer(Template):
-    """Pre-train a model for a number of iterations, with a validation loss at intervals.
+    """Template that pre-trains a model for a number of iterations, with a validation loss at intervals.
 
     A subclass implements three methods: ``train_valid_test_datasets_provider(train_val_test_num_samples)``,
     which returns three datasets, or four values with a ``collate_fn``;
@@ -215,7 +217,7 @@ class PreTrainer(Template):
     def _train(
         self, data: providers.Datasets, batches: Loader, model: nn.Module, optimizer: Any, scheduler: Any
     ) -> Outcome:
-        """Train a model that does not use model parallelism."""
+        """Train a model without model parallelism."""
         engine, args = self.engine, self.engine.args
         plan = RunPlan.of(args, len(batches))
         prepared = engine.prepare(model, optimizer, scheduler, plan)
@@ -236,7 +238,7 @@ class PreTrainer(Template):
         return loop.Loop(self, prepared, plan, batches, forward, evaluations).run()
 
     def pretrain(self) -> Outcome:
-        """Call ``train`` under the document's name."""
+        """Call ``train`` under the name that the PAI-Rapidformer document uses."""
         return self.train()
 
     def label_counts(self, batch: Any) -> int | tuple[int, ...]:
@@ -254,12 +256,12 @@ class PreTrainer(Template):
         return int((text[:, :-1] != get_tokenizer().eod).sum())
 
     def counts_labels(self) -> bool:
-        """Return True if Megatron batches of equal size may have different numbers of labels."""
+        """Return True if equally large batches for a Megatron model may have different numbers of labels."""
         own = type(self).label_counts is not PreTrainer.label_counts
         return own or bool(self.engine.args.eod_mask_loss)
 
     def _samples(self) -> list[int]:
-        """Return the number of training, validation and test samples, computed as in Megatron.
+        """Return the numbers of training, validation and test samples, computed as in Megatron.
 
         Raises:
             UsageError: --train-iters is missing; or --epochs is given for a model-parallel model, which

@@ -9,7 +9,7 @@ from megatron_npu import devices
 
 
 class Timer:
-    """Timer that accumulates the time between ``start`` and ``stop``, including work on the device.
+    """Timer that adds up the times between ``start`` and ``stop``, including work on the device.
 
     Args:
         name: the name of the timer in the log.
@@ -31,7 +31,7 @@ class Timer:
         self._since = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop the timer after queued work on the device has completed."""
+        """Stop the timer after the queued work on the device has finished."""
         if self._since is None:
             raise RuntimeError(f"timer {self.name!r} has not been started")
         _wait(barrier)
@@ -39,7 +39,7 @@ class Timer:
         self._since = None
 
     def reset(self) -> None:
-        """Reset the accumulated time."""
+        """Set the accumulated time to zero."""
         self._seconds, self._since = 0.0, None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
@@ -69,7 +69,7 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer with this name, and create it if necessary.
+        """Return the timer with the given name, creating it if necessary.
 
         Args:
             name: name of the timer.
@@ -78,7 +78,7 @@ class Timers:
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True) -> str:
-        """Print and return a line with the times of these timers on this rank, in milliseconds.
+        """Print a line with the times of the given timers on this rank, in milliseconds, and return it.
 
         Args:
             names: names of the timers. If None, all timers are included.

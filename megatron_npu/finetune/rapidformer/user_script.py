@@ -1,4 +1,4 @@
-"""Implement ``--user-script FILE``, which runs a file in the same way as ``python FILE``.
+"""Implement ``--user-script FILE``, which runs a Python file as ``python FILE`` does.
 
 The script gets names that the document's scripts use without importing them, and names that newer packages
 have removed. ``from megatron import mpu`` imports a stub if Megatron no longer has the module.
@@ -26,7 +26,7 @@ _PACKAGE = Path(megatron_npu.__file__).resolve().parent
 
 
 def run(script: str) -> None:
-    """Run the user's script to its end.
+    """Run the user's script until it ends.
 
     Raises:
         UsageError: the script raised an exception, or trained nothing.
@@ -72,13 +72,13 @@ def _require_python(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Make ``from megatron import mpu`` import a stub if Megatron no longer has the module."""
+    """Make ``from megatron import mpu`` import a stub if Megatron no longer has this module."""
     if mpu.NAME not in sys.modules and is_installed("megatron") and mpu.is_needed():
         sys.modules[mpu.NAME] = mpu
 
 
 def _supplied(path: Path) -> dict[str, Any]:
-    """Provide and log the names that a script lacks.
+    """Provide the names that a script lacks, and log them.
 
     Return the names to define before the script starts.
     """
@@ -104,7 +104,7 @@ def _supplied(path: Path) -> dict[str, Any]:
 
 
 def _told(path: Path, error: BaseException) -> BaseException:
-    """Return a one-line error if the user's own code raised the error, or the error itself if not."""
+    """Return a one-line error if the user's code raised the error, or the original error if not."""
     frame = _of_user(path, error.__traceback__)
     if frame is None or isinstance(error, LoaderWorkerError):
         return error
@@ -117,7 +117,7 @@ def _told(path: Path, error: BaseException) -> BaseException:
 
 
 def _beyond_an_embedding(error: BaseException) -> str | None:
-    """Describe an embedding lookup that is out of range, or return None for other errors.
+    """Describe an embedding lookup with an index out of range, or return None for other errors.
 
     torch reports only that an index is out of range, both for a token and for a position beyond the maximum.
     """
@@ -132,7 +132,9 @@ def _beyond_an_embedding(error: BaseException) -> str | None:
 
 
 def _of_user(path: Path, trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """Return the last stack frame in the user's files, or None if frames of this project follow it."""
+    """Return the last stack frame in the user's files, or None if it is followed by frames of this
+    project.
+    """
     found = None
     for frame in traceback.extract_tb(trace):
         file = Path(frame.filename).resolve()

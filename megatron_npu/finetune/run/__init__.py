@@ -1,1 +1,1 @@
-"""Execute a ``megatron-npu train`` run: command, ranks, loop, checkpoints and export."""
+"""Execute a ``megatron-npu train`` run: the command, its ranks, the training loop, checkpoints and export."""

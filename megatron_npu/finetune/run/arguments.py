@@ -1,4 +1,4 @@
-"""Declare the flags of ``megatron-npu train``: the PAI-Rapidformer document's flags with Megatron's names.
+"""Declare the flags of ``megatron-npu train``, based on the PAI-Rapidformer document.
 
 ``parse`` parses and checks the flags, except for checks that require the data or the model. A user's script
 gets the result from ``get_args()``.
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags.
+    """Parse the command line, and return the flags.
 
     The result includes ``dataset_path`` and ``dataset_name``, which the document's scripts read.
 
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def with_ranks(args: argparse.Namespace, place: ranks.Ranks) -> argparse.Namespace:
-    """Return the flags with this process's ranks and the sizes derived from them.
+    """Return the flags with the ranks of this process, and with the sizes that follow from them.
 
     Raises:
         UsageError: the number of ranks does not divide the batch.
@@ -120,7 +120,7 @@ def _derive(args: argparse.Namespace) -> None:
 
 
 def _require_folders(args: argparse.Namespace) -> None:
-    """Check that flags for checkpoints are given together with the required folder."""
+    """Check that flags for checkpoints are given together with the folder that they require."""
     if args.load_last_good and not args.load:
         raise UsageError("--load-last-good requires --load. Add --load DIR.")
     if args.save_interval and not args.save:
@@ -176,7 +176,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
 
 
 def _refuse_blanks(argv: Sequence[str]) -> None:
-    """Reject a blank argument, which a shell passes if a line's last backslash is followed by a space."""
+    """Reject a blank argument, which a shell passes if a space follows a backslash at the end of a line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
             "a backslash is followed by a space or a comment; it must be the last character of a line that "
@@ -185,7 +185,9 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
 
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    """Reject empty values from unset variables, such as ``--save "$RUNS"``, which would save nothing."""
+    """Reject empty values from unset variables, such as ``--save "$RUNS"``, which would mean that nothing
+    is saved.
+    """
     for name, value in vars(args).items():
         if name != "source_prefix" and value in ("", [""]):
             raise UsageError(

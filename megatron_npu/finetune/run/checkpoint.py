@@ -1,5 +1,5 @@
-"""Save and load checkpoints with ``torch.distributed.checkpoint``, with bitwise identical resume within an
-epoch.
+"""Save and load checkpoints with ``torch.distributed.checkpoint``, from which a run resumes bitwise
+identically within an epoch.
 
 Each checkpoint is written to a hidden folder, which is renamed once every rank is done; then the tracker file
 is updated, as in Megatron. Weights are stored under their names in the user's module, so that a run can
@@ -50,7 +50,7 @@ _SAME = {  # what decides which samples an iteration has
 
 @watchdog.phase(watchdog.SAVING)
 def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
-    """Write the checkpoint of an iteration and return its folder. All ranks must call this function.
+    """Write the checkpoint of an iteration, and return its folder. All ranks must call this function.
 
     Raises:
         UnsavedError: the checkpoint could not be written.
@@ -75,7 +75,7 @@ def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> N
 
 
 def require_there(args: Namespace) -> None:
-    """Check that ``--load`` contains a checkpoint before anything is loaded.
+    """Check that the ``--load`` folder contains a checkpoint, before anything is loaded.
 
     ``--load`` may also be the ``--save`` folder of a first run, which is still empty, or, without a model
     name, the folder of a Transformers model that a script passes to ``from_pretrained``.
@@ -102,7 +102,7 @@ def require_there(args: Namespace) -> None:
 
 @watchdog.phase("loading")
 def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
-    """Load the newest checkpoint of ``--load``.
+    """Load the newest checkpoint from the ``--load`` folder.
 
     With --load-last-good, load the newest undamaged checkpoint.
 
@@ -142,7 +142,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
 
 
 def _description(place: Path) -> dict[str, Any]:
-    """Return the description that the run saved in the checkpoint.
+    """Return the description of the run that the checkpoint contains.
 
     Raises:
         UsageError: the description cannot be read.
@@ -173,7 +173,7 @@ def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> N
 
 
 def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place: Path) -> None:
-    """Compare the weight names and shapes with the checkpoint.
+    """Check that the weights in the checkpoint have the names and shapes of the model's weights.
 
     torch itself reports only missing weights.
 
@@ -201,7 +201,7 @@ def _require_same_weights(reader: FileSystemReader, model: dict[str, Any], place
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Prevent code in a checkpoint from being executed while the block reads the checkpoint.
+    """Prevent code in a checkpoint from being executed while the ``with`` block reads the checkpoint.
 
     Raises:
         UsageError: the checkpoint is damaged, or contains an object that must not be created.
@@ -261,7 +261,7 @@ _LENGTH = 1 << 14  # bytes of a state as JSON, more than twice what it needs: it
 
 
 def _bytes(value: Any) -> torch.Tensor:
-    """Encode a value as JSON bytes in a tensor, uint8 ``[_LENGTH]``."""
+    """Encode a value as JSON in a byte tensor, uint8 ``[_LENGTH]``."""
     text = json.dumps(value).encode().ljust(_LENGTH)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: Namespace) -> int:
-    """Run training on this rank, and return the exit code."""
+    """Run the training on this rank, and return the exit code."""
     try:
         train(args)
     except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def _run(args: Namespace) -> int:
 
 
 def train(args: Namespace) -> None:
-    """Train as specified by the flags in this process, which is one of the ranks.
+    """Train in this process, which is one of the ranks, as specified by the flags.
 
     Args:
         args: the result of ``arguments.parse``, with the ranks from ``arguments.with_ranks``.
@@ -91,7 +91,7 @@ def train(args: Namespace) -> None:
 
 
 def _supported(args: Namespace, *, tells: bool = False) -> Namespace:
-    """Return the flags with each switch replaced by its equivalent on this device, if it has one.
+    """Return the flags with each switch replaced by its equivalent on this device, if there is one.
 
     Args:
         args: the flags.

@@ -1,4 +1,4 @@
-"""Compute the balancing loss of Transformers' MoE models over the tokens of a global batch.
+"""Compute the balancing loss of Transformers' mixture-of-experts models over the tokens of a global batch.
 
 With E experts, the loss is E * sum of f_e * P_e, where f_e is the fraction of choices of expert e and P_e is
 its mean probability, over the tokens of a batch. Because this is a product of two means, it is not the mean
@@ -24,7 +24,7 @@ _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 class Sums(NamedTuple):
-    """Components of the balancing loss, summed over the tokens of all layers.
+    """Components of the balancing loss, summed over the tokens in all layers.
 
     Attributes:
         chosen: the number of times each expert was chosen, [E].
@@ -59,7 +59,7 @@ def sums_of(layers: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor |
 
 
 class ExpertBalance:
-    """Replace the balancing loss of a mixture-of-experts model during training.
+    """Replacement for the balancing loss of a mixture-of-experts model during training.
 
     Args:
         names: names in the module of the model.
@@ -74,7 +74,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Make the model call this object for its balancing loss.
+        """Make the model call this object to compute its balancing loss.
 
         The loss is 0 outside a step.
         """
@@ -97,7 +97,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def step(self, divisor: Callable[[], float]) -> Iterator[None]:
-        """Provide the balancing loss of a global batch within the block.
+        """Provide the balancing loss of a global batch to the model inside the ``with`` block.
 
         Without a preceding ``counting``, the global batch has one micro-batch per rank.
 
@@ -117,7 +117,8 @@ class ExpertBalance:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Return the micro-batch's share of the loss, multiplied by the later divisor.
+        """Return the micro-batch's share of the loss, multiplied by the number by which the trainer later
+        divides it.
 
         Outside a step, return 0.
         """
@@ -150,14 +151,16 @@ class ExpertBalance:
 
 
 def asked_for(model: nn.Module) -> bool:
-    """Return True if a Transformers model's configuration enables a balancing loss."""
+    """Return True if the configuration of a Transformers model enables a balancing loss."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text, "output_router_logits", False))
 
 
 def of(model: nn.Module, ranks: int) -> ExpertBalance | None:
-    """Return the replacement for a model's balancing loss, or None without a supported balancing loss."""
+    """Return the replacement for a model's balancing loss, or None if the model has no supported
+    balancing loss.
+    """
     own: Any = model
     if hasattr(own, "get_base_model"):  # of peft's adapters
         own = own.get_base_model()

@@ -1,4 +1,4 @@
-"""Export the trained model as a folder for ``from_pretrained``, with tokenizer and model card.
+"""Export the trained model to a folder for ``from_pretrained``, with its tokenizer and a model card.
 
 A model that is not from Transformers is written as ``model.safetensors`` with the card.
 """
@@ -25,7 +25,9 @@ FOLDER = "model"  # in --save
 
 @watchdog.phase(watchdog.SAVING)
 def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
-    """Write the model to ``--save``/model and return the folder. All ranks must call this function.
+    """Write the model to the folder ``model`` in ``--save``, and return the folder.
+
+    All ranks must call this function.
 
     Args:
         args: the flags.
@@ -63,10 +65,7 @@ def _save(module: Any, weights: dict[str, Any], part: Path) -> None:
 
 
 def _first_of_each(weights: dict[str, Any]) -> list[str]:
-    """Return the names of the weights.
-
-    Of weights that share memory, only the first is named.
-    """
+    """Return the names of the weights, with only one name for weights that share memory."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in weights.items():
         key = (value.data_ptr(), tuple(value.shape)) if value.numel() else (id(value), ())
@@ -75,7 +74,7 @@ def _first_of_each(weights: dict[str, Any]) -> list[str]:
 
 
 def _tokenizer(args: Namespace) -> Any:
-    """Return the tokenizer of the initial model, or None if it has none."""
+    """Return the tokenizer of the initial model, or None if there is none."""
     name = args.pretrained_model_name_or_path
     if name is None:
         return None

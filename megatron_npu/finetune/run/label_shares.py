@@ -56,7 +56,7 @@ def labels_in(batch: Any, *, shifted: bool = False) -> int:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return True if a model compares labels with previous outputs, like causal Transformers models."""
+    """Return True if a model shifts the labels by one position, like causal Transformers models."""
     auto = sys.modules.get("transformers.models.auto.modeling_auto")
     if auto is None:
         return False
@@ -72,7 +72,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch, which is the size of its first tensor or 1."""
+    """Return the number of samples in a batch: the size of its first tensor, or 1 if it has no tensors."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     if isinstance(batch, Mapping):
@@ -82,7 +82,7 @@ def _samples_in(batch: Any) -> int:
 
 
 class MicroBatches:
-    """Micro-batches of a rank on its device, with the weight of each loss.
+    """The micro-batches of a rank on its device, with the weight of each loss.
 
     Args:
         held: iterator of batches.
@@ -124,7 +124,7 @@ class MicroBatches:
 
     @property
     def losses(self) -> int | None:
-        """The number of losses of the last batches, or None for a single loss outside a tuple."""
+        """The number of losses of the last batches, or None for a single loss that is not in a tuple."""
         return len(self._taken[0]) if self._several and self._taken else None
 
     def begin(self, micro_batches: int) -> None:
@@ -133,7 +133,7 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Make the batches that are read within the block available again afterwards."""
+        """Make the batches that are read inside the ``with`` block available again afterwards."""
         self._rehearsed = []
         try:
             yield
@@ -142,12 +142,14 @@ class MicroBatches:
             self._rehearsed, self._taken = None, []
 
     def read_ahead(self) -> None:
-        """Load the micro-batches of this iteration now, so that loading does not use random numbers later."""
+        """Load the micro-batches of this iteration in advance, so that loading does not use random
+        numbers later.
+        """
         while len(self._ahead) < self._micro_batches * (self._each or 1):
             self._ahead.append(self._next())
 
     def divisors(self) -> list[float]:
-        """Return the divisor of each loss of the last micro-batch.
+        """Return the numbers by which the losses of the last micro-batch are divided.
 
         The divisor is inf for a loss without labels.
 
@@ -163,7 +165,7 @@ class MicroBatches:
         return found
 
     def coming_divisors(self) -> list[float]:
-        """Return the next result of ``divisors`` while the model still processes the micro-batch."""
+        """Return the next result of ``divisors`` while the model is still processing the micro-batch."""
         number, counts = len(self._taken), _sums(self._taken)
         if self._totals is None:
             self._totals = self._all_labels(number, counts)
@@ -177,12 +179,14 @@ class MicroBatches:
         return [total / (count * self._ranks) if count else math.inf for total, count in shares]
 
     def counted(self) -> Counts:
-        """Return the number of labels of the batches read since the last call, or 1 without batches."""
+        """Return the number of labels in the batches read since the last call, or 1 if no batches were
+        read.
+        """
         counts, self._taken = _sums(self._taken), []
         return counts
 
     def _all_labels(self, number: int, first: Counts) -> Counts:
-        """Count the labels of the whole global batch, from the first and all later micro-batches.
+        """Count the labels of the whole global batch: those in the first micro-batch and in all later ones.
 
         Args:
             number: number of batches in the first micro-batch.

@@ -28,7 +28,7 @@ _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take befor
 
 
 def local_processes(args: Namespace) -> int:
-    """Return the number of ranks on this machine: the requested number, or one per device.
+    """Return the number of ranks to start on this machine: the requested number, or one per device.
 
     Raises:
         UsageError: more ranks are requested than there are devices, or more than fit into memory on a CPU.
@@ -48,7 +48,7 @@ def local_processes(args: Namespace) -> int:
 
 
 def machines() -> int:
-    """Return the number of machines.
+    """Return the number of machines in the run.
 
     Raises:
         UsageError: there are several machines but no address of the first one, or NODE_RANK is out of range.
@@ -113,7 +113,7 @@ def start(argv: Sequence[str], processes: int) -> int:
 
 
 def _meet() -> Any:
-    """Wait until all machines have connected to the first machine's store, and return the store.
+    """Wait until all machines have connected to the store on the first machine, and return the store.
 
     Without this wait, the agent would wait for up to ``_SECONDS`` without logging anything.
 
@@ -142,7 +142,7 @@ def _meet() -> Any:
 
 
 def _silence_agent() -> None:
-    """Silence the elastic agent's output about each failed rank.
+    """Silence the messages of the elastic agent about each failed rank.
 
     The rank itself has already logged one line. The C++ warning that the ranks print about a model whose
     parameters have all been used is silenced too, because this is the normal case; set
@@ -155,17 +155,19 @@ def _silence_agent() -> None:
 
 
 def _no_logs() -> Any:
-    """Return log settings that make ranks print to this process's output without creating a log folder.
+    """Return log settings that make the ranks print to this process's output, without a log folder.
 
     By default, the agent creates a folder for each run and leaves the empty folder behind.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
     class NoLogs(DefaultLogsSpecs):
-        """Log settings that use no files."""
+        """Log settings that write no files."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            """Disable the threads that would otherwise poll /dev/null for lines ten times a second."""
+            """Return the log destinations without the threads that would poll /dev/null ten times a
+            second.
+            """
             found = super().reify(envs)
             found.tee_stdouts.clear()
             found.tee_stderrs.clear()
@@ -175,7 +177,7 @@ def _no_logs() -> Any:
 
 
 def _alone() -> Any:
-    """Serve the store of a run at a free port of this machine.
+    """Serve a run's store at a free port of this machine.
 
     Return None if MASTER_PORT is set.
     """
@@ -183,7 +185,7 @@ def _alone() -> Any:
 
 
 def _meeting(store: Any) -> dict[str, Any]:
-    """Return the rendezvous settings from the environment or from the store's free port.
+    """Return the rendezvous settings, either from the environment or for the free port of the store.
 
     torch's rendezvous ``c10d`` unpickles what it finds in the store, which every user of the machine can
     write to; ``static`` reads nothing.
@@ -200,7 +202,7 @@ def _meeting(store: Any) -> dict[str, Any]:
 
 
 def _exit_code(failed: object) -> int:
-    """Return the exit code of the first failed rank.
+    """Return the exit code of the rank that failed first.
 
     For a signal, it is 128 plus the signal's number.
     """

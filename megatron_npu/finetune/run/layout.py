@@ -1,4 +1,4 @@
-"""Check whether the flags request model parallelism, which only megatron-core models support."""
+"""Check whether the flags request model parallelism, which is supported only for megatron-core models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_cut(args: Namespace) -> bool:
 
 
 def cannot_be_cut(args: Namespace, what: str) -> UsageError:
-    """Return the error for model parallelism with a model that does not support it.
+    """Return the error that is raised if model parallelism is requested for a model that does not support it.
 
     Args:
         args: the flags.

@@ -38,7 +38,7 @@ Evaluate = Callable[[], Evaluation]
 
 
 class Evaluations(NamedTuple):
-    """Evaluations during and after training.
+    """The evaluations to run during and after training.
 
     Attributes:
         valid: the evaluation of the validation data, or None if there is no such data.
@@ -50,7 +50,7 @@ class Evaluations(NamedTuple):
 
 
 class Loop:
-    """Trains a prepared model.
+    """The training loop, which trains a prepared model.
 
     Args:
         template: the template.
@@ -107,7 +107,7 @@ class Loop:
         return self.outcome
 
     def _load(self) -> list[str]:
-        """Resume from the newest checkpoint of --load, if there is one, and return log lines."""
+        """Resume from the newest checkpoint in --load, if there is one, and return log lines about it."""
         if self.args.load is None:
             return []
         self.iteration, said = checkpoint.load(self.args, self.prepared)
@@ -115,7 +115,7 @@ class Loop:
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
-        """Train one iteration, then log, evaluate and save when each is due."""
+        """Train for one iteration, and log, evaluate and save if these are due."""
         args = self.args
         self._step(batches)
         self.report.tick()
@@ -153,7 +153,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _balanced(self, batches: MicroBatches) -> Iterator[None]:
-        """Compute the experts' balancing loss over the tokens of the whole global batch.
+        """Compute the experts' balancing loss over all tokens of the global batch.
 
         If there are several micro-batches, the experts that their tokens choose are counted in advance, with
         the same dropout masks as in training.
@@ -197,11 +197,13 @@ class Loop:
         self._norms.append(norm)
 
     def _scale(self) -> float:
-        """Return the loss scale, which is 1 without fp16."""
+        """Return the loss scale, or 1 if fp16 is not used."""
         return 1.0 if self.prepared.loss_scale is None else self.prepared.loss_scale.value
 
     def _overflowed(self, scale: float) -> None:
-        """Log a skipped update. End the run if the gradient overflows even at the smallest loss scale.
+        """Log that an update was skipped because gradients overflowed.
+
+        End the run if the gradient overflows even at the smallest loss scale.
 
         Raises:
             DivergedError: the gradient overflowed with the smallest loss scale.
@@ -219,7 +221,7 @@ class Loop:
         return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
 
     def _require_gradients(self) -> None:
-        """Reject a loss that does not depend on the model's weights, at the first step."""
+        """Reject, at the first step, a loss that does not depend on the model's weights."""
         if next(self._gradients(), None) is None:
             raise UsageError(
                 f"{type(self.template).__name__}.run_forward_step returned a loss that does not depend on "
@@ -271,7 +273,7 @@ class Loop:
         self.report.test(self.iteration, found.loss, found.metrics)
 
     def _found_by(self, evaluate: Evaluate) -> Evaluation:
-        """Evaluate the model with the training clock paused, and restore the random generators afterwards."""
+        """Evaluate with the training clock stopped, and restore the random generators afterwards."""
         model = self.prepared.model
         with (
             watchdog.phase("evaluating"),
@@ -308,9 +310,7 @@ class Loop:
         return True
 
     def _finish(self) -> None:
-        """Log the remaining iterations, evaluate and export a completely trained model, and save if
-        necessary.
-        """
+        """Log remaining iterations, evaluate and export a completely trained model, and save if needed."""
         self._report()
         complete = self.iteration >= self.plan.iterations
         if complete:
@@ -336,7 +336,7 @@ class Loop:
 
 @contextlib.contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Restore the generators of host and device after the block."""
+    """Restore the random generators of host and device at the end of the ``with`` block."""
     device = devices.current()
     host, own = device.host_rng_state(), device.rng_state()
     try:
@@ -358,7 +358,7 @@ def tokens_in(batch: Any) -> int:
 def micro_batches(
     template: Template, held: Iterable[Held], note: Callable[[Any], None] | None = None
 ) -> MicroBatches:
-    """Return a rank's micro-batches on its device, with losses weighted by labels."""
+    """Return the micro-batches of a rank on its device, with each loss weighted by the number of labels."""
     engine = template.engine
     return MicroBatches(
         held,
@@ -372,7 +372,7 @@ def micro_batches(
 def losses_of(
     template: Template, returned: Any, number: int | None, *, training: bool = True
 ) -> tuple[torch.Tensor, ...]:
-    """Return the losses of a micro-batch, each a mean over its labels.
+    """Return the losses of a micro-batch, each of which is a mean over its labels.
 
     Args:
         template, returned, number, training: as in ``providers.losses``.

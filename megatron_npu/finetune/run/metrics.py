@@ -1,4 +1,4 @@
-"""Compute evaluation metrics for GLUE, entities, answers and text overlap.
+"""Compute evaluation metrics for GLUE tasks, entity recognition, question answering and text overlap.
 
 The metrics are short formulas, which are tested against scikit-learn, seqeval and others if those are
 installed. The hub's ``evaluate`` package is not used, because it downloads and executes a program for each
@@ -28,7 +28,7 @@ GLUE = {
 def classification(
     predictions: np.ndarray, references: np.ndarray, glue: str | None = None, *, classes: int
 ) -> dict[str, float]:
-    """Return accuracy, F1 and Matthews' correlation, or GLUE's metrics for one of its tasks.
+    """Return accuracy, F1 and Matthews' correlation, or GLUE's own metrics if a GLUE task is given.
 
     With more than two classes, the F1 is the mean over the classes, ``f1_macro``.
 
@@ -61,7 +61,7 @@ def regression(predictions: np.ndarray, references: np.ndarray) -> dict[str, flo
 
 
 def accuracy(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the fraction of predictions [n] that are correct."""
+    """Return the fraction of the predictions [n] that are correct."""
     return float((predictions == references).mean())
 
 
@@ -72,13 +72,15 @@ def f1(predictions: np.ndarray, references: np.ndarray, positive: int = 1) -> fl
 
 
 def f1_macro(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return the mean F1 of all classes that occur among the predictions or the references."""
+    """Return the mean of the F1 scores of all classes that occur in the predictions or the references."""
     classes = np.union1d(predictions, references)
     return float(np.mean([f1(predictions, references, one) for one in classes]))
 
 
 def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> float:
-    """Return Matthews' correlation for any number of classes (R_K of Gorodkin, 2004), or 0."""
+    """Return Matthews' correlation for any number of classes (R_K of Gorodkin, 2004), or 0 if it is
+    undefined.
+    """
     classes = np.union1d(predictions, references)
     guessed = np.array([(predictions == one).sum() for one in classes], np.float64)
     true = np.array([(references == one).sum() for one in classes], np.float64)
@@ -89,7 +91,7 @@ def matthews_correlation(predictions: np.ndarray, references: np.ndarray) -> flo
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return Pearson's correlation of two vectors ``[n]``, or nan if one of them is constant."""
+    """Return Pearson's correlation of two vectors ``[n]``, or nan if either of them is constant."""
     one = one.astype(np.float64) - one.mean(dtype=np.float64)
     other = other.astype(np.float64) - other.mean(dtype=np.float64)
     scale = math.sqrt(float(one @ one) * float(other @ other))
@@ -97,7 +99,7 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ranks(numbers: np.ndarray) -> np.ndarray:
-    """Return the rank of each value ``[n]``.
+    """Return the ranks of the values in a vector ``[n]``.
 
     Equal values get the mean of their ranks.
     """
@@ -107,12 +109,12 @@ def _ranks(numbers: np.ndarray) -> np.ndarray:
 
 
 def _entities_of_rows(rows: Sequence[Sequence[str]]) -> set[tuple[Any, ...]]:
-    """Return the entities of all rows, each with its row number."""
+    """Return the entities in all rows, each together with its row number."""
     return {(row, *one) for row, tags in enumerate(rows) for one in entities(tags)}
 
 
 def _harmonic(hits: int, guessed: int, true: int) -> float:
-    """Return F1 = 2 hits / (guessed + true), or 0 if the denominator is 0."""
+    """Return the F1 score ``2 hits / (guessed + true)``, or 0 if the denominator is 0."""
     return 2 * hits / (guessed + true) if guessed + true else 0.0
 
 
@@ -122,7 +124,7 @@ Entity = tuple[str, int, int]  # its type, its first and its last token
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
-    """Return the entities in a row of tags, as CoNLL's script and seqeval's default mode define them.
+    """Return the entities in a row of tags, as defined by CoNLL's script and seqeval's default mode.
 
     Tags are ``O``, or ``B``, ``I``, ``E``, ``S`` with ``-TYPE``. In this lenient mode, an ``I`` whose type
     differs from that of the previous tag starts a new entity.
@@ -162,7 +164,7 @@ def are_entity_tags(names: Sequence[str]) -> bool:
 
 
 def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the accuracy over tags.
+    """Return metrics for predicted tags, including the accuracy.
 
     For entity tags, also return precision, recall and F1 over entities.
 
@@ -193,13 +195,15 @@ def tagging(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
 
 
 def normal_answer(text: str) -> str:
-    """Normalize a text for comparison: lower case, without punctuation, articles and extra spaces."""
+    """Normalize a text for comparison: convert it to lower case, and remove punctuation, articles and
+    extra spaces.
+    """
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def answers(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return exact match and word F1 in percent, using the best-matching true answer.
+    """Return exact match and word F1 in percent, using the true answer that matches each prediction best.
 
     Args:
         predictions: one text per question; an empty text means no answer.
@@ -225,7 +229,7 @@ def _word_f1(given: list[str], true: list[str]) -> float:
 
 
 def overlap(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return the fraction of exactly correct texts, and the mean ROUGE-L (F1), both from 0 to 1.
+    """Return the fraction of texts that are exactly correct, and the mean ROUGE-L (F1), both from 0 to 1.
 
     ROUGE-L (Lin, 2004) compares the longest common subsequence of words; words are runs of letters a to z and
     digits in lower case, as in Google's ``rouge_score`` without its stemmer.
@@ -239,7 +243,7 @@ def overlap(predictions: Sequence[str], references: Sequence[str]) -> dict[str, 
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """Return the F1 score of the longest common subsequence of words of two texts."""
+    """Return the F1 score of the longest common subsequence of words in two texts."""
     one, other = (re.findall(r"[a-z0-9]+", text.lower()) for text in (prediction, reference))
     row = [0] * (len(other) + 1)  # lengths for the words of ``one`` so far, and so many of ``other``
     for word in one:
@@ -251,7 +255,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats, or inf if it overflows."""
+    """Return the perplexity for a mean loss in nats, or inf if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -26,7 +26,7 @@ _FLAGS = """
 
 
 def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -> None:
-    """Write the model card.
+    """Write the model card of a trained model.
 
     Args:
         folder: folder of the model.
@@ -53,7 +53,8 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
 
 
 def _pipeline(task: type[Declaration] | None) -> str | None:
-    """Return the pipeline that runs a model of the task, if the installed Transformers provides it.
+    """Return the Transformers pipeline for a model of the given task, if the installed Transformers provides
+    it.
 
     Transformers 5 has removed some pipelines, such as ``question-answering``.
     """
@@ -65,7 +66,7 @@ def _pipeline(task: type[Declaration] | None) -> str | None:
 
 
 def _use(head: str, pipeline: str | None) -> list[str]:
-    """Return Python code lines that load the model from its folder."""
+    """Return the lines of Python code that load the model from its folder."""
     if pipeline is not None:
         return ["from transformers import pipeline", "", f'run = pipeline("{pipeline}", ".")']
     return [
@@ -77,7 +78,7 @@ def _use(head: str, pipeline: str | None) -> list[str]:
 
 
 def _kind(module: Any) -> str:
-    """Return the name of the model's class, ignoring the ``FSDP…`` subclass that ``fully_shard`` creates."""
+    """Return the name of the model's class, without the ``FSDP…`` subclass that ``fully_shard`` creates."""
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
@@ -106,7 +107,7 @@ def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
 
 
 def _as_prepared(prepared: Prepared) -> Iterator[str]:
-    """Yield lines about the changes to the model.
+    """Yield lines that describe how the model was changed.
 
     Fused operations are combined into one line.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation: the mean loss, and the metrics by name."""
+    """The result of an evaluation: the mean loss, and the metrics by name."""
 
     loss: float
     metrics: dict[str, float]
@@ -16,7 +16,7 @@ class Evaluation:
 
 @dataclass
 class Outcome:
-    """The outcome of a training run.
+    """The result of a training run.
 
     Attributes:
         iteration: the last iteration.

@@ -11,7 +11,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process.
+    """The global and the local rank of a process, and the number of processes.
 
     Attributes:
         rank: the number of the process, from 0.
@@ -42,7 +42,7 @@ def of_this_process() -> Ranks:
 
 
 def require_as_many(asked: int | None) -> None:
-    """Check that the number of ranks on this machine equals ``--nproc-per-node``, if the flag is given.
+    """Check that the number of ranks on this machine equals ``--nproc-per-node``, if this flag is given.
 
     Raises:
         UsageError: the numbers differ.

@@ -21,7 +21,7 @@ from megatron_npu.pretrain.report.sinks import Sinks
 
 @dataclass(frozen=True)
 class Steps:
-    """Iterations that one report covers.
+    """The iterations that one report covers.
 
     Attributes:
         losses: the loss of each iteration, averaged over all ranks.
@@ -41,7 +41,7 @@ class Steps:
 
 
 class Report(Sinks):
-    """Log of a run on rank 0, used as a context manager.
+    """The log of a run on rank 0, used as a context manager.
 
     Args:
         args: the flags.
@@ -73,7 +73,8 @@ class Report(Sinks):
         self.close()
 
     def training(self, iteration: int, steps: Steps) -> None:
-        """Report the iterations since the last call: a log line, a JSON object and TensorBoard curves.
+        """Report the iterations since the last call as a log line, a JSON object and points of TensorBoard
+        curves.
 
         Args:
             iteration: number of the last iteration, counted from 1 since the start of the run.
@@ -130,7 +131,7 @@ class Report(Sinks):
 
 
 def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line of a log event, with Megatron's field names where they exist."""
+    """Return the console line for a log event, with Megatron's field names where Megatron has the field."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

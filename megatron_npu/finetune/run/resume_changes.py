@@ -1,4 +1,4 @@
-"""Describe differences between a fine-tuning run and the checkpoint from which it resumes.
+"""Describe how a fine-tuning run differs from the checkpoint from which it resumes.
 
 The table is used by the log, by docs/reference/resume.md and by the tests. Changes that are rejected are
 reported by ``checkpoint.load``.
@@ -28,7 +28,7 @@ _READ_BY_SCRIPT = "has an effect only if the schedule that your script creates r
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that may change on resume.
+    """A flag whose value may change when a run is resumed.
 
     Attributes:
         name: the attribute that holds the flag's value.
@@ -40,7 +40,7 @@ class Flag:
 
     @property
     def flag(self) -> str:
-        """The spelling of the flag on the command line."""
+        """The name of the flag on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -66,7 +66,7 @@ FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 
 
 def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
-    """Return one log line per difference, or an empty list.
+    """Return one log line for each difference from the checkpoint, or an empty list.
 
     Args:
         args: the flags of this run.
@@ -85,7 +85,7 @@ def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Pr
 
 
 def _effects(prepared: Prepared) -> Iterator[tuple[Flag, str]]:
-    """Yield each flag together with the effect of the flag on this optimizer and this schedule."""
+    """Yield each flag together with its effect on this optimizer and this schedule."""
     yield RATE, _effect_of_rate(prepared)
     for row in SCHEDULE:
         yield row, row.effect if prepared.flags_schedule else _READ_BY_SCRIPT

@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Length of one training run of a template.
+    """The length of one training run of a template.
 
     A script that trains several times has several plans.
 
@@ -52,6 +52,6 @@ class RunPlan:
         return cls(min(ends), epoch, args.num_microbatches, samples)
 
     def settled(self, args: Namespace) -> Namespace:
-        """Return the flags with the plan's lengths, for logs, checkpoints and model cards."""
+        """Return the flags with the lengths from the plan, for logs, checkpoints and model cards."""
         lengths = {"train_iters": self.iterations, "epoch_iters": self.epoch, "train_samples": self.samples}
         return Namespace(**{**vars(args), **lengths})

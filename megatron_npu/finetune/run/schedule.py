@@ -1,4 +1,4 @@
-"""Compute the learning rate as in Megatron: warm-up from 0, then decay to a minimum."""
+"""Compute the learning rate as Megatron does: warm-up from 0, then decay to a minimum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def part(iteration: int, *, warmup: int, decay: int, style: str, least: float) -> float:
-    """Return the learning rate of an iteration as a fraction of the maximum.
+    """Return the learning rate of an iteration as a fraction of the maximum learning rate.
 
     The formulas are those of ``OptimizerParamScheduler.get_lr`` (megatron-core 0.16); with ``least`` 0 and
     ``decay`` the number of iterations, ``linear`` is Transformers' ``get_linear_schedule_with_warmup``.
@@ -44,7 +44,7 @@ def warmup_iterations(args: Namespace) -> int:
 
 
 def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
-    """Return a function that creates the scheduler that the flags select for an optimizer.
+    """Return a function that creates the scheduler selected by the flags for an optimizer.
 
     Args:
         args: the flags, with ``train_iters``.

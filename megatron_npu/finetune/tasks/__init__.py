@@ -1,4 +1,4 @@
-"""Define the tasks for ``--task``.
+"""Define the tasks that ``--task`` can select.
 
 Each file contains one task, which is a template for Transformers models.
 """
@@ -40,7 +40,7 @@ def every() -> dict[str, type[Declaration]]:
 
 
 def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
-    """Return a task as a template that can train.
+    """Return a task as a template with which a model can be trained.
 
     Only this call imports the training code.
 

@@ -1,4 +1,4 @@
-"""Concatenate texts and split them into blocks of equal length, the samples of language models."""
+"""Concatenate texts and split them into blocks of equal length, which are the samples of language models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXTS = 10_000  # that are put together at a time; what is left at the end of t
 
 
 class BlocksOfText(Task):
-    """Base class for both language-model tasks."""
+    """Base class of the two language-model tasks."""
 
     roles: ClassVar = {"text": ("text", "content", "sentence", "document", "body")}
     flags = (
@@ -32,18 +32,18 @@ class BlocksOfText(Task):
     marked = False  # whether special tokens are put around each text, and a mask says where they are
 
     def require_columns(self) -> None:
-        """Check that the column contains text.
+        """Check that the text column contains text.
 
         Rows without text are permitted and ignored.
         """
         texts.require(self.parts, self.columns, every=False)
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return no columns, because rows without text are permitted."""
+        """Return an empty list, because rows without text are permitted."""
         return []
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the blocks of a split.
+        """Return the text blocks of a split.
 
         Raises:
             UsageError: the texts do not fill a block.
@@ -72,7 +72,7 @@ class BlocksOfText(Task):
         return {"loss": loss, "perplexity": metrics.perplexity(loss)}
 
     def read(self, batch: Batch, outputs: Any) -> Mapping[str, Tensor]:
-        """Return the summed ``loss`` of each example, and its number of labels, ``counted``."""
+        """Return the summed loss of each example (``loss``) and its number of labels (``counted``)."""
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ from megatron_npu.finetune.tasks.task import EXAMPLE, Batch, label_losses
 
 
 class CausalLM(BlocksOfText):
-    """Fine-tune an ``AutoModelForCausalLM``.
+    """Task that fine-tunes an ``AutoModelForCausalLM``.
 
     The data has one column, which contains the texts. Texts are concatenated and split into blocks of
     ``--seq-length`` tokens. The metric is the perplexity.
@@ -27,7 +27,7 @@ class CausalLM(BlocksOfText):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject blocks of a single token."""
+        """Reject text blocks that consist of a single token."""
         if args.seq_length == 1:
             raise UsageError(
                 "--seq-length must be at least 2, for a token and the next one, but got 1. Pass a larger "
@@ -35,7 +35,7 @@ class CausalLM(BlocksOfText):
             )
 
     def require_fit(self, config: Any) -> None:
-        """Reject encoders in addition to the base class's checks."""
+        """Reject encoder models, in addition to the checks of the base class."""
         super().require_fit(config)
         if pretrained.sees_all(config):
             name = self.args.pretrained_model_name_or_path
@@ -46,7 +46,7 @@ class CausalLM(BlocksOfText):
             )
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return blocks ``[b, s]`` that are also their own labels.
+        """Return a batch of blocks ``[b, s]``, which are also the labels.
 
         The model shifts the labels.
         """

@@ -1,4 +1,4 @@
-"""Define the declaration of a task, which determines its flags, checks, help texts and model card.
+"""Define how a task is declared, which determines its flags, checks, help texts and model card.
 
 A task's file is also imported for help texts and by the process that starts the ranks, so it imports
 Transformers and ``datasets`` inside functions.
@@ -29,7 +29,7 @@ class Flag:
 
 
 class Declaration:
-    """Base class of the tasks.
+    """Base class of the tasks, which defines how a task is declared.
 
     ``tasks.every`` finds the subclasses that have a name.
 
@@ -54,7 +54,7 @@ class Declaration:
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Check that the flags are consistent before anything is loaded.
+        """Check that the flags are consistent, before anything is loaded.
 
         Raises:
             UsageError: two flags are mutually exclusive, or a value is invalid for the task.
@@ -62,7 +62,7 @@ class Declaration:
 
     @classmethod
     def all_flags(cls) -> Iterator[Flag]:
-        """Yield the flags of the task's base classes, followed by the task's own flags."""
+        """Yield the flags of the task's base classes, and then the task's own flags."""
         for kind in reversed(cls.__mro__):
             yield from vars(kind).get("flags", ())
 

@@ -23,7 +23,7 @@ _DRAWS = 1000  # until a block asks for a token; one of special tokens alone doe
 
 
 class MaskedLM(BlocksOfText):
-    """Fine-tune an ``AutoModelForMaskedLM``.
+    """Task that fine-tunes an ``AutoModelForMaskedLM``.
 
     The data has one column, which contains the texts. Texts are surrounded by special tokens, concatenated
     and split into blocks of ``--seq-length`` tokens; a fraction ``--mask-prob`` of the tokens is predicted,
@@ -58,7 +58,7 @@ class MaskedLM(BlocksOfText):
         return DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=self.args.mask_prob)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return masked blocks ``[b, s]``.
+        """Return a batch of masked blocks ``[b, s]`` with their labels.
 
         Evaluation examples are always masked at the same positions.
 
@@ -86,7 +86,7 @@ class MaskedLM(BlocksOfText):
         return {"loss": losses, "counted": counted}
 
     def _masked(self, tokens: Tensor, special: Tensor, seed: int, draws: int) -> tuple[Tensor, Tensor]:
-        """Mask the tokens of a block, and return tokens ``[1, s]`` and labels ``[1, s]``.
+        """Mask some tokens of a block, and return the tokens ``[1, s]`` and the labels ``[1, s]``.
 
         If no token was masked, masking is repeated, up to ``draws`` times.
         """

@@ -32,7 +32,8 @@ _OF_CONFIG = {"num_layers": "num_hidden_layers"}
 
 
 class PreTraining(Declaration):
-    """Pre-train ``BertForPreTraining`` (masked words and next sentence), or an ``AutoModelForCausalLM``.
+    """Task that pre-trains ``BertForPreTraining`` (masked words and next sentence) or an
+    ``AutoModelForCausalLM``.
 
     ``--num-layers``, ``--hidden-size``, ``--num-attention-heads`` and ``--max-position-embeddings`` override
     the configuration of the named model; a model with other sizes starts with new weights.
@@ -48,7 +49,7 @@ class PreTraining(Declaration):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject epochs, because the iterations determine the number of samples."""
+        """Reject ``--epochs``, because the number of iterations determines how many samples are used."""
         if args.epochs is not None:
             raise UsageError(
                 f"--epochs {args.epochs} cannot be used with --task pretraining, which computes the number "
@@ -82,7 +83,7 @@ class PreTraining(Declaration):
         )
 
     def _require_every_token(self) -> None:
-        """Check that the model has an embedding for every id of the vocabulary that the flags select.
+        """Check that the model has an embedding for every id in the vocabulary that the flags select.
 
         Raises:
             UsageError: the model has fewer embeddings.
@@ -100,8 +101,8 @@ class PreTraining(Declaration):
             )
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[nn.Module, Any, Any]:
-        """Return the model with its folder's weights if they are compatible, and with new weights
-        otherwise.
+        """Return the model with the weights from its folder if they are compatible, otherwise with new
+        weights.
         """
         import transformers
 
@@ -115,12 +116,12 @@ class PreTraining(Declaration):
         return pretrained.loaded(name, auto, config), None, None
 
     def run_forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> Tensor:
-        """Return the model's loss, which is the sum of both losses for a model with two heads."""
+        """Return the model's loss, which is the sum of two losses for a model with two heads."""
         return model(**next(data_iterator)).loss
 
     @functools.cached_property
     def _config(self) -> tuple[Any, list[str]]:
-        """Return the model's configuration, and descriptions of the values that flags have changed."""
+        """Return the model's configuration, and a description of each value that the flags have changed."""
         from transformers import AutoConfig
 
         args = self.args
@@ -146,7 +147,7 @@ class PreTraining(Declaration):
 
     @property
     def _masked(self) -> bool:
-        """True if the model sees the whole text and predicts masked words."""
+        """True if the model sees the whole text and predicts masked words in it."""
         config = self._config[0]
         causal = pretrained.has_head(config, "AutoModelForCausalLM")
         masked = pretrained.has_head(config, "AutoModelForMaskedLM")

@@ -1,4 +1,4 @@
-"""Implement ``--task question_answering``, which finds the span that answers a question."""
+"""Implement ``--task question_answering``, which finds the part of a text that answers a question."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOWHERE = (-1, -1)  # the offsets of a token that is not of the context
 
 
 class QuestionAnswering(Task):
-    """Fine-tune an ``AutoModelForQuestionAnswering``.
+    """Task that fine-tunes an ``AutoModelForQuestionAnswering``.
 
     The columns are a question, a context and the answers. The answers are given either in the format of SQuAD
     (texts and their start positions in the context, where an empty list means that there is no answer), or as
@@ -68,7 +68,7 @@ class QuestionAnswering(Task):
         texts.require(self.parts, {role: self.columns[role] for role in ("question", "context")})
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the question and context columns.
+        """Return the names of the question column and the context column.
 
         The answers may be missing.
         """
@@ -94,7 +94,9 @@ class QuestionAnswering(Task):
         )
 
     def _stride(self, rows: Any, part: str) -> int:
-        """Return the overlap of windows in tokens: --doc-stride, or less if questions are long."""
+        """Return how many tokens adjacent windows have in common: --doc-stride, or fewer if questions are
+        long.
+        """
         questions = self.tokenizer(list(rows[self.columns["question"]]))["input_ids"]
         own = max(map(len, questions)) - self.tokenizer.num_special_tokens_to_add(pair=False)
         free = self.longest - own - self.tokenizer.num_special_tokens_to_add(pair=True)
@@ -111,12 +113,12 @@ class QuestionAnswering(Task):
         return self.padded(examples, numbers=_POSITIONS)
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the mean loss over a batch's windows, which does not depend on padding."""
+        """Return the mean loss over the windows of a batch, which does not depend on padding."""
         outputs = model(**inputs(batch))
         return position_losses(outputs.start_logits, outputs.end_logits, batch).mean()
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss of the windows, and the metrics of the answers."""
+        """Return the loss over the windows, and the metrics of the predicted answers."""
         found = self.evaluated(model, eval_dataloader, self._read)
         part = self._part(found[EXAMPLE][0])
         rows, windows = self.parts[part], self._windows[part].select_columns(list(_ASIDE))
@@ -167,7 +169,7 @@ class QuestionAnswering(Task):
 
 
 def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss of each window ``[b]``, the mean of the losses of its first and last token.
+    """Return the loss of each window, ``[b]``: the mean of the losses of the answer's first and last token.
 
     Transformers models include padding in the softmax, so a window's loss would depend on the longest window
     of its batch. Here only a window's own tokens are included.
@@ -186,7 +188,8 @@ def position_losses(start: Tensor, end: Tensor, batch: Mapping[str, Tensor]) -> 
 
 
 def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the first and last token of each window's most likely answer, ``[b, 2]``, and its score ``[b]``.
+    """Return the first and last tokens of the most likely answer in each window, ``[b, 2]``, and the scores
+    ``[b]``.
 
     Args:
         start: the logits of the answer's first token, [b, s].
@@ -203,7 +206,7 @@ def best_spans(start: Tensor, end: Tensor, inside: Tensor, longest: int) -> tupl
 
 
 def _nowhere(tokens: Tensor, tokenizer: Any) -> Tensor:
-    """Return the position of each window's "no answer" token, ``[b]``.
+    """Return the position of the token that means "no answer" in each window, ``[b]``.
 
     This is CLS or the first token.
     """
@@ -253,7 +256,7 @@ def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 def _of_context(tokens: Any, window: int, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return each window token's position in the context.
+    """Return the position in the context of each token of a window.
 
     Tokens outside the context get ``_NOWHERE``.
     """
@@ -269,7 +272,9 @@ def _nowhere_in(windows: list[list[int]], tokenizer: Any) -> list[int]:
 def _place(
     offsets: list[tuple[int, int]], answers: tuple[list[str], list[int]], nowhere: int
 ) -> tuple[int, int]:
-    """Return the first and last token of the first true answer if the window contains all of it."""
+    """Return the first and last tokens of the first true answer, if the window contains all of this
+    answer.
+    """
     found, begins = answers
     if not found:
         return nowhere, nowhere
@@ -282,7 +287,7 @@ def _place(
 
 
 def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """Return the true answers of a row, and their start positions in the context.
+    """Return the true answers for a row, and their start positions in the context.
 
     Raises:
         UsageError: an answer is not at its position in the context, or the answers have an unknown format.
@@ -308,7 +313,7 @@ def _require_place(text: str, begin: int, context: str, question: str) -> None:
 
 
 def _as_written(given: Any, context: str) -> tuple[Any, Any]:
-    """Return the answers and their positions from a table or a single text.
+    """Return the answers and their positions from a row, which contains a table or a single text.
 
     Return None for other formats.
     """

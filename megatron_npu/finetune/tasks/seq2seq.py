@@ -1,4 +1,6 @@
-"""Implement ``--task seq2seq``, which generates a text from a text (translation, summary)."""
+"""Implement ``--task seq2seq``, which generates a text from another text (such as a translation or a
+summary).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Seq2Seq(Task):
-    """Fine-tune an ``AutoModelForSeq2SeqLM``.
+    """Task that fine-tunes an ``AutoModelForSeq2SeqLM``.
 
     The columns are a source and a target; ``translation.en`` selects ``en`` in a column that contains both
     languages. The metrics, which require ``--predict-with-generate``, are exact match and ROUGE-L of the
@@ -51,7 +53,7 @@ class Seq2Seq(Task):
 
     @classmethod
     def check(cls, args: Namespace) -> None:
-        """Reject --num-beams if no texts are generated."""
+        """Reject --num-beams for runs that generate no texts."""
         if args.num_beams > 1 and not args.predict_with_generate:
             raise UsageError(
                 "--num-beams requires --predict-with-generate, because beams are used only for generated "
@@ -70,7 +72,7 @@ class Seq2Seq(Task):
         return parts
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each source, and the tokens of its target as labels."""
+        """Return the tokens of each source text, and the tokens of its target text as labels."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
@@ -88,7 +90,7 @@ class Seq2Seq(Task):
         return DataCollatorForSeq2Seq(self.tokenizer, label_pad_token_id=IGNORED)
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a padded batch.
+        """Return a batch with padded source texts and target texts.
 
         The model creates the decoder's inputs from the labels.
         """
@@ -99,7 +101,7 @@ class Seq2Seq(Task):
         return batch
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over the target tokens and, if texts are generated, their metrics."""
+        """Return the loss over the target tokens and, if texts are generated, the metrics of these texts."""
         rows = self.evaluated(model, eval_dataloader, self._read, self._outputs)
         found = {"loss": mean_loss(rows)}
         if self.args.predict_with_generate:

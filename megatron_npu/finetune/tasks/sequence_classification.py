@@ -28,7 +28,7 @@ _PAIRS = (
 
 
 class SequenceClassification(Task):
-    """Fine-tune an ``AutoModelForSequenceClassification``.
+    """Task that fine-tunes an ``AutoModelForSequenceClassification``.
 
     The columns are a text, optionally a second text, and a label, which is a class number, a class name, or a
     number to predict. The metrics are accuracy, F1 and Matthews' correlation; for regression, Pearson's and
@@ -58,7 +58,7 @@ class SequenceClassification(Task):
 
     @functools.cached_property
     def labels(self) -> labels.Labels:
-        """The labels of the data."""
+        """The labels that occur in the data."""
         return labels.of_rows(self.parts, self._column, self.own_labels())
 
     @functools.cached_property
@@ -72,23 +72,23 @@ class SequenceClassification(Task):
         return columns_of_texts(self.column_names, self._column, self.args.columns)
 
     def config_changes(self) -> dict[str, Any]:
-        """Return the label settings for the model's configuration."""
+        """Return the label settings that the model's configuration needs."""
         self.require_columns()  # told before labels are looked at
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a text, and a second text if the data has a column for second texts."""
+        """Check that every row has a text, and a second text if there is a column for second texts."""
         texts.require(self.parts, dict(zip(("text", "pair"), self._texts, strict=True)))
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns of the label, the text and the second text."""
+        """Return the names of the columns for the label, the text and the second text."""
         said = [pair for pair in self.args.columns if pair[0] == "label"]
         label = columns.find({"train": there["train"]}, {"label": self.roles["label"]}, said)["label"]
         both = columns_of_texts(there, label, self.args.columns)
         return [label, *(column for column in both if column is not None)]
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each text or pair, and its label."""
+        """Return the tokens and the label of each text or text pair."""
         encode = functools.partial(
             _encode,
             tokenizer=self.tokenizer,
@@ -108,7 +108,7 @@ class SequenceClassification(Task):
         return batch
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss of the examples, and the metrics."""
+        """Return the loss over the examples, and the metrics."""
         rows = self.evaluated(model, eval_dataloader, self._read)
         loss = float(rows["loss"].mean(dtype="float64"))
         if self.labels.regression:
@@ -133,7 +133,7 @@ class SequenceClassification(Task):
 def columns_of_texts(
     there: Mapping[str, Collection[str]], label: str, said: Collection[tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """Return the column of the text to classify, and the column of the second text or None.
+    """Return the names of two columns: that of the texts to classify, and that of the second texts or None.
 
     Args:
         there: the columns of each split.

@@ -1,4 +1,4 @@
-"""Share code between tasks: loading data and models, and evaluations that count each example once."""
+"""Share code between tasks: loading of data and models, and evaluations that count each example once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Task(Declaration):
     # -- what a task adds
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the encoded examples of a split's rows."""
+        """Return the encoded examples for the rows of a split."""
         raise NotImplementedError
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
@@ -81,7 +81,7 @@ class Task(Declaration):
         return {}
 
     def require_columns(self) -> None:
-        """Check the contents of the columns.
+        """Check that the columns exist and contain text in every row.
 
         Raises:
             UsageError: a column is missing or has no text, or a row has no text.
@@ -110,17 +110,17 @@ class Task(Declaration):
         return found
 
     def needed_columns(self, there: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the columns that must have a value in each row of every split."""
+        """Return the names of the columns that must have a value in every row of each split."""
         return sorted(set(columns.find(there, self.roles, self.args.columns).values()))
 
     @property
     def column_names(self) -> dict[str, list[str]]:
-        """The columns of each split."""
+        """The names of the columns in each split."""
         return {part: rows.column_names for part, rows in self.parts.items()}
 
     @functools.cached_property
     def columns(self) -> dict[str, str]:
-        """The column for each role."""
+        """The name of the column for each role."""
         return columns.find(self.column_names, self.roles, self.args.columns)
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class Task(Declaration):
         return found
 
     def require_fit(self, config: Any) -> None:
-        """Check that a model supports the head to be trained.
+        """Check that the model has the head that the task trains.
 
         Raises:
             UsageError: the model does not support it.
@@ -150,7 +150,7 @@ class Task(Declaration):
             )
 
     def own_labels(self) -> tuple[str, ...]:
-        """Return the model's class names.
+        """Return the names of the model's classes.
 
         A model without a classification head has two unnamed classes.
         """
@@ -165,13 +165,13 @@ class Task(Declaration):
 
     @functools.cached_property
     def longest(self) -> int:
-        """Maximum number of tokens of an example."""
+        """The maximum number of tokens in an example."""
         name = self.args.pretrained_model_name_or_path
         return pretrained.longest(name, self.tokenizer, self.config, self.args.seq_length)
 
     @functools.cached_property
     def examples(self) -> dict[str, Any]:
-        """The examples of each split.
+        """The encoded examples of each split.
 
         Evaluation examples are numbered consecutively over the splits.
         """
@@ -199,7 +199,7 @@ class Task(Declaration):
             print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:
-        """Let one rank tokenize into the cache of ``datasets`` before the other ranks read the result."""
+        """Let one rank tokenize the data into the cache of ``datasets`` before the other ranks read it."""
         import datasets
 
         args, kept = self.args, all(rows.cache_files for rows in self.parts.values())
@@ -210,11 +210,11 @@ class Task(Declaration):
         return turns.first_alone(Path(datasets.config.HF_DATASETS_CACHE) / f"tokenize-{name}.lock")
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Callable[..., Batch]]:
-        """Return the examples of each split (None for a missing split), and the collate function."""
+        """Return the examples of each split (None if a split is missing), and the collate function."""
         return self.examples["train"], self.examples["validation"], self.examples.get("test"), self.collate
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[torch.nn.Module, None, None]:
-        """Return the model with the task's head."""
+        """Return the model with the head that the task needs."""
         self.tokenizer  # may name a padding token in the configuration  # noqa: B018
         name = self.args.pretrained_model_name_or_path
         return pretrained.model(name, self.head, self.config), None, None
@@ -222,7 +222,7 @@ class Task(Declaration):
     def padded(
         self, examples: list[dict[str, Any]], numbers: tuple[str, ...] = (), rows: tuple[str, ...] = ()
     ) -> Batch:
-        """Return a batch of tokens [b, s] padded to the longest example.
+        """Return a batch of tokens [b, s], padded to the length of the longest example.
 
         Args:
             examples: results of the tokenizer, with additional columns.
@@ -242,7 +242,7 @@ class Task(Declaration):
         return batch
 
     def require_places(self) -> None:
-        """Reject tokenizers that do not return token positions.
+        """Reject tokenizers that do not return the positions of tokens in the text.
 
         Raises:
             UsageError: the tokenizer is implemented in Python.
@@ -255,7 +255,7 @@ class Task(Declaration):
             )
 
     def run_forward_step(self, batch: Batch, model: torch.nn.Module) -> Tensor:
-        """Return the loss of a batch as the model computes it, the mean over the batch's labels."""
+        """Return the loss of a batch as computed by the model, which is the mean over the batch's labels."""
         return model(**inputs(batch)).loss
 
     def evaluated(
@@ -265,7 +265,7 @@ class Task(Declaration):
         read: Callable[[Batch, Any], Mapping[str, Tensor]],
         forward: Callable[[torch.nn.Module, Batch], Any] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the values that ``read`` extracts from the examples of all ranks.
+        """Return the values that ``read`` extracts from the model's outputs for the examples of all ranks.
 
         Each example occurs once and in order.
 
@@ -300,7 +300,7 @@ def _be_quiet() -> None:
 
 
 def _draw_no_bars() -> None:
-    """Disable the libraries' progress bars, because each update is a separate line in a log file."""
+    """Disable the progress bars of libraries, because each update would be a separate line in a log file."""
     import datasets
     import transformers
 
@@ -309,12 +309,12 @@ def _draw_no_bars() -> None:
 
 
 def inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return the values of a batch that the model accepts as inputs."""
+    """Return the values in a batch that the model accepts as inputs."""
     return {name: value for name, value in batch.items() if name != EXAMPLE}
 
 
 def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of each example ``[b]``, and its number of labels.
+    """Return the sum of the losses of each example, ``[b]``, and its number of labels.
 
     Args:
         logits: [b, n, classes].
@@ -327,7 +327,7 @@ def label_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_loss(rows: Mapping[str, np.ndarray]) -> float:
-    """Return the mean loss over all labels, from the ``loss`` and ``counted`` of ``label_losses``."""
+    """Return the mean loss over all labels, given ``loss`` and ``counted`` from ``label_losses``."""
     return float(rows["loss"].astype(np.float64).sum() / max(rows["counted"].sum(), 1))
 
 

@@ -16,7 +16,7 @@ from megatron_npu.finetune.tasks.task import Batch, Task, label_losses, mean_los
 
 
 class TokenClassification(Task):
-    """Fine-tune an ``AutoModelForTokenClassification``.
+    """Task that fine-tunes an ``AutoModelForTokenClassification``.
 
     The columns are a list of words and a list of tags, such as the kinds of names in a text; tags are numbers
     or names. The first token of a word carries the word's tag, and its other tokens have no tag. The metrics
@@ -34,7 +34,7 @@ class TokenClassification(Task):
 
     @functools.cached_property
     def labels(self) -> labels.Labels:
-        """The tags of the data."""
+        """The tags that occur in the data."""
         return labels.of_tokens(self.parts, self.columns["tags"], self.own_labels())
 
     def config_changes(self) -> dict[str, Any]:
@@ -43,16 +43,18 @@ class TokenClassification(Task):
         return self.labels.config()
 
     def require_columns(self) -> None:
-        """Check that every row has a list of words and the same number of tags."""
+        """Check that every row has a list of words and a list with the same number of tags."""
         labels.require_lists(self.parts["train"], self.columns["tags"])
         texts.require_words(self.parts, self.columns["tokens"], self.columns["tags"])
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """Return the options that byte-level tokenizers require for words that are already split."""
+        """Return the tokenizer options that byte-level tokenizers need for text that is already split
+        into words.
+        """
         return {"add_prefix_space": True}
 
     def encoded(self, rows: Any, part: str) -> Any:
-        """Return the tokens of each row.
+        """Return the tokens of each row with their labels.
 
         The first token of a word has the word's tag.
         """
@@ -63,11 +65,11 @@ class TokenClassification(Task):
         return rows.map(encode, batched=True, remove_columns=rows.column_names, desc=f"tokenize {part}")
 
     def collate(self, examples: list[dict[str, Any]]) -> Batch:
-        """Return a batch padded to its longest example."""
+        """Return a batch padded to the length of its longest example."""
         return self.padded(examples, rows=("labels",))
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        """Return the loss over words, and the metrics."""
+        """Return the loss over the words, and the metrics."""
         rows = self.evaluated(model, eval_dataloader, _read)
         there = rows["label"] != IGNORED
         tags = np.array(self.labels.names)
@@ -105,7 +107,7 @@ def _encode(
 
 
 def _at_first(words: list[int | None], tags: list[Any], labels: labels.Labels) -> list[int]:
-    """Return the label of each token.
+    """Return one label per token, given the word that each token belongs to.
 
     The first token of a word has the word's label, and others have none.
     """

@@ -1,1 +1,3 @@
-"""Generate text with a GPT model in memory: token selection and the Sampler, independent of checkpoints."""
+"""Select tokens and define the Sampler, which generates text with a GPT model in memory and reads no
+checkpoints.
+"""

@@ -16,7 +16,7 @@ NO_NUMBER = -1  # in the place of a token where the logits are NaN or infinite
 
 
 def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch.Tensor:
-    """Return one token per row, ``[b]``, int64.
+    """Select the next token of each row, and return the tokens ``[b]``, int64.
 
     The token is ``NO_NUMBER`` if a row's logits contain NaN or infinity.
 
@@ -39,7 +39,7 @@ def choose(logits: torch.Tensor, options: Options, draws: torch.Tensor) -> torch
 
 
 def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the candidate tokens ``[b, n]`` and their sampling weights ``[b, n]``.
+    """Return the candidates for the next token, ``[b, n]``, and their sampling weights, ``[b, n]``.
 
     None in place of the tokens means the whole vocabulary in its usual order.
     """
@@ -58,24 +58,25 @@ def _candidates(logits: torch.Tensor, options: Options) -> tuple[torch.Tensor | 
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Set the sorted weights to zero that follow the smallest prefix whose sum reaches ``top_p``."""
+    """Set to zero all sorted weights after the smallest prefix whose sum reaches ``top_p``."""
     before = weights.cumsum(-1) - weights
     return weights.masked_fill(before >= top_p, 0.0)
 
 
 def _last_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Return the last position with a weight above 0 in each row, ``[b, 1]``."""
+    """Return the last position in each row whose weight is above 0, ``[b, 1]``."""
     places = torch.arange(weights.size(-1))
     return torch.where(weights > 0, places, 0).amax(-1, keepdim=True)
 
 
 def _checked(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return tokens ``[b]``, with ``NO_NUMBER`` where their ``values`` ``[b]`` are not finite."""
+    """Return the tokens ``[b]``, with ``NO_NUMBER`` in rows in which ``values`` ``[b]`` is not finite."""
     return tokens.masked_fill(~torch.isfinite(values), NO_NUMBER)
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Return the log-probabilities of the selected tokens under the unmodified model.
+    """Return the log-probabilities of the selected tokens according to the model, before any sampling
+    options.
 
     Temperature, top-k and top-p have no effect.
 

@@ -35,7 +35,7 @@ def forward_of(chunks: Sequence[Any], batch: int, longest: int, recompute: bool)
 
 
 class Forward(ABC):
-    """Base class of forward implementations, which process texts token by token.
+    """Base class of forward implementations, which compute the logits for the next token of each text.
 
     Args:
         chunks, batch, longest: see ``forward_of``.
@@ -47,7 +47,7 @@ class Forward(ABC):
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Return the next-token logits ``[b, padded vocabulary]``, fp32 on the host.
+        """Return the logits for the next token, ``[b, padded vocabulary]``, fp32 on the host.
 
         All ranks of the model must call this method. The call returns None on ranks that do not have the
         output layer.
@@ -59,7 +59,7 @@ class Forward(ABC):
 
 
 class _Cached(Forward):
-    """Forward that processes only new tokens.
+    """Forward implementation with a key-value cache, which processes only new tokens.
 
     Past keys and values are kept in megatron-core's static context.
     """
@@ -83,7 +83,9 @@ class _Cached(Forward):
 
 
 class _Recomputed(_Cached):
-    """Forward that recomputes the whole text for every token, with an empty context each time."""
+    """Forward implementation that recomputes the whole text for every token, starting from an empty
+    context.
+    """
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         self.context = self._new_context()
@@ -91,7 +93,7 @@ class _Recomputed(_Cached):
 
 
 class _Whole(Forward):
-    """Forward that processes whole texts as in training, padded on the right to equal parts on all ranks.
+    """Forward implementation that processes whole texts as in training, padded to equal parts on all ranks.
 
     Padding does not influence the tokens before it, because attention is causal.
     """
@@ -136,7 +138,7 @@ def whole_logits(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
 
 
 def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
-    """Return the context-parallel rank that stores a token, and the token's index on that rank.
+    """Return the context-parallel rank that stores a token, and the index of the token on that rank.
 
     The text is split into two parts per rank: rank r holds part r counted from the start, and part r counted
     from the end.
@@ -151,7 +153,7 @@ def _place(token: int, length: int, ranks: int) -> tuple[int, int]:
 def _through_stages(
     chunks: Sequence[Any], tokens: Tensor, positions: Tensor, per_rank: int, context: Any
 ) -> Tensor | None:
-    """Run a batch through this process's model chunks.
+    """Run a batch through the model chunks of this process.
 
     Return the logits ``[b, s or 1, padded vocabulary]`` on the last stage, or None.
 

@@ -1,4 +1,4 @@
-"""Decode tokens incrementally: return the characters that each new token adds to a text."""
+"""Decode tokens one at a time, and return the characters that each new token adds to a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WINDOW = 8  # tokens that are decoded again with a new one: what joins or separ
 
 
 class GrowingText:
-    """Decodes the text that is generated after a prompt, token by token.
+    """Decodes the text that follows a prompt, one token at a time.
 
     A single token cannot be decoded on its own: a character may consist of several tokens, and some
     tokenizers insert spaces between two tokens. Therefore, the last few tokens are decoded together, once
@@ -28,7 +28,7 @@ class GrowingText:
         self._start, self._told = 0, len(self._ids)  # decoded from, told up to
 
     def added(self, tokens: Sequence[int]) -> str:
-        """Add tokens, and return the characters that they complete.
+        """Add tokens, and return the characters that are now complete.
 
         Args:
             tokens: all tokens that have been added after the prompt so far. There must be one more than in
@@ -38,7 +38,7 @@ class GrowingText:
         return self._new(complete=True)
 
     def rest(self) -> str:
-        """Return the characters that are still incomplete at the end of the text."""
+        """Return the characters at the end of the text that are still incomplete."""
         return self._new(complete=False)
 
     def _new(self, complete: bool) -> str:

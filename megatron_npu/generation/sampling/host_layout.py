@@ -1,4 +1,4 @@
-"""Change the memory layout of weights to the fastest one for generation on a CPU."""
+"""Change the memory layout of weights to the one that is fastest for generation on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def lay_out_for_vectors(gpt: Any) -> None:
-    """Store the weights of a GPTModel's linear layers by columns, without changing their shapes.
+    """Store the weights of a GPTModel's linear layers column by column, without changing their shapes.
 
     To generate one token, each layer computes a matrix-vector product, which takes as long as reading the
     matrix. In fp32 on one core, this layout halves the time, because each row of the transposed matrix is

@@ -1,4 +1,4 @@
-"""Distribute the sampling requests of rank 0 to the other ranks of a model."""
+"""Distribute the sampling requests of rank 0 to the other ranks that share the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = timedelta(days=365)
 
 
 class Leader:
-    """Sampler of rank 0, which makes the other ranks execute the same requests.
+    """The sampler on rank 0, which makes the other ranks execute the same requests.
 
     Args:
         sampler: this rank's sampler.
@@ -37,7 +37,7 @@ class Leader:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return the result of ``Sampler.sample``. Call it only on rank 0.
+        """Call ``Sampler.sample`` on all ranks, and return its result. Call it only on rank 0.
 
         Raises:
             UsageError: see ``Sampler.sample``.
@@ -54,7 +54,7 @@ class Leader:
         alternatives: int = 0,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return the result of ``Sampler.score``. Call it only on rank 0.
+        """Call ``Sampler.score`` on all ranks, and return its result. Call it only on rank 0.
 
         Raises:
             UsageError: see ``Sampler.score``.
@@ -65,7 +65,7 @@ class Leader:
         return self.sampler.score(texts, firsts, alternatives, batch)
 
     def end(self) -> None:
-        """Stop the other ranks. Call it only on rank 0."""
+        """Stop the other ranks, which only rank 0 may do."""
         self._tell(None)
 
     def follow(self) -> None:
@@ -76,7 +76,7 @@ class Leader:
                 getattr(self.sampler, name)(*arguments)
 
     def _tell(self, task: Any) -> Any:
-        """Receive the next request from rank 0."""
+        """Exchange the next request: rank 0 sends it, and the other ranks receive it."""
         if self._group is None:
             return task
         box = [task]
@@ -86,7 +86,7 @@ class Leader:
 
 @contextlib.contextmanager
 def leading(sampler: Sampler) -> Iterator[Leader | None]:
-    """Provide a Leader on rank 0 inside the block.
+    """Provide a Leader on rank 0 inside the ``with`` block.
 
     On the other ranks, all requests of the Leader are executed before the block is entered, which then
     receives None.

@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """Options for sampling.
+    """The options that control how tokens are sampled.
 
     If both ``top_k`` and ``top_p`` are set, ``top_p`` applies to the tokens that ``top_k`` keeps.
 
@@ -55,5 +55,5 @@ class Options:
 
     @property
     def greedy(self) -> bool:
-        """True if decoding is greedy."""
+        """True if decoding is greedy, so that no random numbers are used."""
         return self.temperature == 0 or self.top_k == 1

@@ -1,4 +1,4 @@
-"""Define the Sampler, which generates text with a GPT model in memory."""
+"""Define the Sampler, which generates text with a GPT model that is in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sample:
     alternatives: list[dict[int, float]] = field(default_factory=list)
 
     def ids(self) -> list[int]:
-        """Return the ids of the whole text, including the prompt."""
+        """Return the token ids of the whole text, including the prompt."""
         return [*self.prompt, *self.tokens]
 
 
@@ -52,7 +52,7 @@ Watch = Callable[[int, Sample], bool]
 
 
 class Sampler:
-    """Generate text with a model that is in the memory of one or several processes.
+    """Generates texts with a model that is in the memory of one or several processes.
 
     All layouts are supported: tensor, sequence, context and pipeline parallelism, interleaved or not. Every
     rank must create a Sampler and call ``sample`` with the same arguments. All ranks, including data-parallel
@@ -84,7 +84,9 @@ class Sampler:
         watch: Watch | None = None,
         batch: int | None = None,
     ) -> list[Sample]:
-        """Return one sample per prompt, in order. All ranks of the model must call this.
+        """Return one sample for each prompt, in the order of the prompts.
+
+        All ranks of the model must call this.
 
         The model is put into evaluation mode temporarily. No global random number generator is used.
 
@@ -120,7 +122,9 @@ class Sampler:
         alternatives: int = 0,
         batch: int | None = None,
     ) -> list[Score]:
-        """Return the log-likelihoods of the tokens of given texts. All ranks of the model must call this.
+        """Return the log-likelihoods of the tokens in the given texts.
+
+        All ranks of the model must call this.
 
         Texts that differ only in their last token are computed once. Models whose sequence is partitioned
         over ranks are not supported.
@@ -143,7 +147,7 @@ class Sampler:
             return scoring.run(texts, firsts or [1] * len(texts), batch)
 
     def check_text(self, text: Sequence[int]) -> None:
-        """Check that the tokens of a text can be scored.
+        """Check that the model is able to score the tokens of a text.
 
         Raises:
             UsageError: the text is empty, too long, or has unknown ids.
@@ -170,7 +174,7 @@ class Sampler:
             )
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt can be continued.
+        """Check that the model is able to continue a prompt.
 
         Raises:
             UsageError: the prompt is empty, has unknown ids, or leaves no position free.
@@ -185,7 +189,7 @@ class Sampler:
 
 
 class _Batch:
-    """A batch of texts that are generated together.
+    """A batch of texts that are being generated together.
 
     The texts are left-aligned in one tensor. A prefix with the length of the shortest prompt is processed in
     one step. The rest is processed one token at a time, using the tokens of a longer prompt in place of
@@ -222,7 +226,7 @@ class _Batch:
         return forward_of(self.sampler.chunks, len(self.samples), self.tokens.size(1), self.options.recompute)
 
     def _take(self, length: int, logits: torch.Tensor | None) -> None:
-        """Select the tokens at position ``length`` and record them.
+        """Select the tokens at position ``length``, and record them.
 
         The tokens are the same on all ranks.
         """
@@ -246,17 +250,21 @@ class _Batch:
 
     @property
     def _details(self) -> int:
-        """The number of values per token from ``choice.log_probabilities``, or 0 if none are requested."""
+        """The number of values per token that ``choice.log_probabilities`` returns, or 0 if none are
+        requested.
+        """
         count = self.options.alternatives
         return 0 if count is None else 1 + 2 * min(count, self.sampler.vocabulary)
 
     def _draws(self, due: Sequence[int]) -> torch.Tensor:
-        """Return a random number from 0 to 1 for each row, ``[b]``, from the row's own generator."""
+        """Return a random number between 0 and 1 for each row, ``[b]``, drawn from the row's own
+        generator.
+        """
         draws = [torch.rand((), generator=self.generators[row], dtype=torch.float64) for row in due]
         return torch.stack(draws)
 
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
-        """Record a row's token at position ``length``, or the end of the row's text."""
+        """Record the token of a row at position ``length``, or the end of the row's text."""
         sample = self.samples[row]
         if details:
             logprob, *rest = details
@@ -271,7 +279,7 @@ class _Batch:
         sample.tokens.append(token)
 
     def _ask(self, rows: Sequence[int]) -> None:
-        """Pass the new token of each row to ``watch``, and end the texts that it stops."""
+        """Pass the new token of each row to ``watch``, and end the texts that ``watch`` stops."""
         if self.watch is None:
             return
         some = [row for row in rows if not self.samples[row].finished]
@@ -282,7 +290,7 @@ class _Batch:
 
 
 def _unwrapped(module: Any) -> Any:
-    """Return the GPTModel inside the wrappers for data parallelism and half precision."""
+    """Return the GPTModel inside its wrappers for data parallelism and half precision."""
     while hasattr(module, "module"):
         module = module.module
     return module
@@ -290,7 +298,9 @@ def _unwrapped(module: Any) -> Any:
 
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Put the chunks into evaluation mode inside the block, and restore their mode afterwards."""
+    """Put the model chunks into evaluation mode inside the ``with`` block, and restore their mode
+    afterwards.
+    """
     training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()

@@ -1,4 +1,4 @@
-"""Compute the log-likelihoods of the tokens of given texts, without sampling."""
+"""Compute the log-likelihoods of the tokens in given texts, without sampling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Row:
-    """Input of the model, shared by all texts that consist of this input and one more token.
+    """An input of the model, with the texts that consist of this input and one more token.
 
     Attributes:
         inputs: the ids of the input.
@@ -49,7 +49,7 @@ class _Row:
 
 
 class Scoring:
-    """Score texts in batches, longest first.
+    """Scores texts in batches, starting with the longest texts.
 
     Texts are padded on the right, which is valid for causal attention.
 
@@ -86,7 +86,7 @@ class Scoring:
             rows = rows[size:]
 
     def _details(self, rows: list[_Row], texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> Tensor:
-        """Return the scores of all requested tokens, [n, 2 + 2 alternatives], fp32 on the host.
+        """Return the scores of all requested tokens, ``[n, 2 + 2 alternatives]``, fp32 on the host.
 
         Each row has the token's log-probability, whether it is the most likely one, the ids of the most
         likely tokens, and their log-probabilities.
@@ -113,7 +113,7 @@ class Scoring:
 
 
 def _rows(texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[_Row]:
-    """Return the model inputs, longest first.
+    """Return the inputs of the model, longest first.
 
     Texts that differ only in their last token share an input.
     """

@@ -1,4 +1,4 @@
-"""Broadcast results computed from the last pipeline stage's logits to all ranks of a model."""
+"""Broadcast results from the last pipeline stage, which has the logits, to all ranks of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def not_numbers() -> UsageError:
-    """Return the error for NaN or infinite logits."""
+    """Return the error that reports NaN or infinite logits."""
     return UsageError(
         "the model's logits are NaN or infinite, because the training diverged or the precision is too low",
         remedy="Load an earlier checkpoint, or compute in another precision.",

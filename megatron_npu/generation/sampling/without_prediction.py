@@ -1,4 +1,4 @@
-"""Use a GPT model without its multi-token prediction layers, which are only needed for training."""
+"""Use a GPT model without its multi-token prediction layers, which only training needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def without_prediction(chunks: Sequence[Any]) -> Iterator[None]:
-    """Skip the multi-token prediction layers inside the block.
+    """Skip the multi-token prediction layers inside the ``with`` block.
 
     Args:
         chunks: this process's GPTModels, unwrapped; they share one configuration.

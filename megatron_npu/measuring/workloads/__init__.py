@@ -1,1 +1,3 @@
-"""Define workloads, which train a ``Job`` with a ``Meter`` and return the number of parameters."""
+"""Define the workloads, each of which trains a ``Job`` with a ``Meter`` and returns the number of
+parameters.
+"""

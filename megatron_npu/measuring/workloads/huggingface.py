@@ -1,4 +1,4 @@
-"""Train Hugging Face's BERT with the switches of ``megatron-npu train`` on random tokens."""
+"""Train Hugging Face's BERT on random tokens with the switches of ``megatron-npu train``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bert_finetuning(job: Job, meter: Meter) -> int:
 
 
 def _train(job: Job, meter: Meter, build: Callable[[], nn.Module], make: Callable[[], Batch]) -> int:
-    """Train with equal weights but different tokens on each rank.
+    """Train a model with the same weights but different tokens on each rank.
 
     Return the number of parameters.
     """
@@ -97,7 +97,9 @@ def _step(prepared: Prepared, batches: Iterator[Batch], micro_batches: int) -> N
 
 
 def _must_have_compiled() -> None:
-    """Raise an error if torch.compile has compiled no graph, which torch itself does not report."""
+    """Raise an error if torch.compile has not compiled any graph, because torch itself does not report
+    this.
+    """
     from torch._dynamo.utils import counters
 
     if not counters["frames"]["ok"]:
@@ -118,12 +120,12 @@ def _bert(job: Job, config: Callable[..., object], **options: int) -> object:
 
 
 def _tokens(job: Job) -> Tensor:
-    """Return random tokens ``[b, s]``."""
+    """Return random tokens, ``[b, s]``."""
     return torch.randint(job.size.vocabulary, (job.micro_batch_size, job.size.seq_length))
 
 
 def _of_a_pair(tokens: Tensor) -> Batch:
-    """Return BERT's inputs for two sentences of equal length that fill the sequence without padding."""
+    """Return BERT's inputs for two sentences of equal length, which fill the sequence without padding."""
     kinds = torch.zeros_like(tokens)
     kinds[:, tokens.shape[1] // 2 :] = 1
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": kinds}

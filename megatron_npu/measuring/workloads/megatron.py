@@ -1,4 +1,4 @@
-"""Train Megatron's GPT with the built-in trainer on random tokens.
+"""Train Megatron's GPT on random tokens with the built-in trainer.
 
 The layouts use tensor, pipeline and data parallelism, and sharding.
 """
@@ -15,7 +15,7 @@ PAD = 128  # the vocabulary is the same for every tensor-parallel size
 
 
 def gpt_pretraining(job: Job, meter: Meter) -> int:
-    """Train a GPT, and return the number of parameters of the whole model."""
+    """Train a GPT model, and return the number of parameters of the whole model."""
     initialize.silence_known_warnings()
     plugin.install()
     import megatron.core.models.gpt  # so that its import is no part of the memory that is measured
@@ -27,7 +27,7 @@ def gpt_pretraining(job: Job, meter: Meter) -> int:
 
 
 def flags(job: Job) -> list[str]:
-    """Return the command line of ``megatron-npu pretrain`` that trains the row."""
+    """Return the command line of ``megatron-npu pretrain`` that trains a row."""
     size, scheme = job.size, job.scheme
     options = {
         "num-layers": size.layers,
@@ -54,7 +54,7 @@ def flags(job: Job) -> list[str]:
 
 
 def _words(job: Job) -> list[str]:
-    """Return the row's switches with the document's names."""
+    """Return the switches of a row with the names that the document uses."""
     scheme = job.scheme
     words = [f"--{job.mixed_precision}"] if scheme.mixed else []
     if scheme.sharding != "none":

@@ -1,4 +1,4 @@
-"""Compute activation functions (GELU, SwiGLU, GEGLU) fused with the bias of the preceding layer.
+"""Compute activation functions (GELU, SwiGLU and GEGLU) fused with the bias of the preceding layer.
 
 No implementation saves more than its inputs for the backward pass. ``native`` is used on cpu, and on cuda if
 there is no Triton kernel; ``cpu`` contains faster implementations for CPUs, ``npu`` contains the NPU kernels,
@@ -24,7 +24,7 @@ __all__ = ["bias_gelu", "geglu", "gelu", "swiglu", "swiglu_backward"]
 
 
 def gelu(input: Tensor) -> Tensor:
-    """Return ``gelu(input)`` in the exact (erf) form (Hendrycks and Gimpel 2016), which BERT and ViT use.
+    """Return exact (erf) ``gelu(input)`` (Hendrycks and Gimpel 2016), which BERT and ViT use.
 
     Args:
         input: ``[...]``, fp32, bf16 or fp16.
@@ -58,7 +58,8 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    """Return the gradient of ``swiglu``, ``[..., 2h]``, from ``[..., h]`` and the input ``[..., 2h]``.
+    """Return the gradient ``[..., 2h]`` of the input of ``swiglu``, given the output's gradient ``[..., h]``
+    and the input ``[..., 2h]``.
 
     This is used by upstream's autograd functions, which save the input themselves.
     """

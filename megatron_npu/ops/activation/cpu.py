@@ -1,4 +1,4 @@
-"""Compute GELU after a bias on the CPU, with the value and the derivative from one exponential."""
+"""Compute GELU of ``input + bias`` on the CPU, with one exponential for both the value and the derivative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _CUBIC = _LINEAR * reference.C
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute the tanh form of GELU of ``input + bias``, and save the derivative in the memory of the input.
+    """Compute GELU (tanh form) of ``input + bias``, and store its derivative in the input's memory for the
+    backward pass.
 
     torch's CPU kernels spend most of their time on tanh, which they compute in the forward pass and again in
     the backward pass: on an EPYC with AVX512 they take up to 1.5 times as long in bf16. The derivative is

@@ -22,7 +22,7 @@ def with_bias(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class BiasGelu(torch.autograd.Function):
-    """Compute ``F.gelu`` of ``input + bias``.
+    """Compute ``F.gelu`` of ``input + bias`` as an autograd function.
 
     The backward pass recomputes the sum.
     """

@@ -19,7 +19,7 @@ from megatron_npu.ops.products.bias_gradient import bias_gradient
 
 
 class _Gelu(torch.autograd.Function):
-    """Compute GELU with ``npu_gelu`` in its exact form."""
+    """Compute exact (erf) GELU with torch_npu's ``npu_gelu`` kernel."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ reference.gelu.on("npu", note="`npu_gelu`")(_Gelu.apply)
 
 
 class _BiasGelu(torch.autograd.Function):
-    """Compute GELU with ``npu_gelu``.
+    """Compute GELU (tanh form) of ``input + bias`` with torch_npu's ``npu_gelu`` kernel.
 
     The form that ``aten::gelu`` computes on an NPU depends on the CANN version.
 
@@ -67,7 +67,7 @@ reference.bias_gelu.on("npu", note="`npu_gelu`")(_BiasGelu.apply)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Compute ``npu_swiglu`` of ``input + bias``.
+    """Compute SwiGLU of ``input + bias`` with torch_npu's ``npu_swiglu`` kernel.
 
     The backward pass recomputes the sum.
     """
@@ -99,7 +99,7 @@ reference.swiglu.on("npu", supports=_beyond_swiglu, note="`npu_swiglu`", limits=
 
 
 class _GEGLU(torch.autograd.Function):
-    """Compute GEGLU with ``npu_gelu`` on the left half.
+    """Compute GEGLU, using torch_npu's ``npu_gelu`` kernel for the left half of the input.
 
     ``npu_geglu`` is not used, because there is no reference to verify it against.
     """

@@ -1,4 +1,4 @@
-"""Reference implementations of the activation functions in plain torch, in fp32."""
+"""Define reference implementations of the activation functions in plain torch, computed in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute attention, softmax(q·kᵀ·scale + mask)·v, with the same meaning for every layout and mask.
+"""Compute attention, ``softmax(q·kᵀ·scale + mask)·v``, with one definition for all tensor layouts and masks.
 
 ``spec`` describes a call, ``checks`` rejects contradictory arguments, and ``reference`` is the reference
 implementation; ``cpu``, ``cuda`` and ``npu`` implement attention on each device, and ``blockwise`` implements
@@ -46,7 +46,8 @@ def attention(
     sink: Tensor | None = None,
     flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
-    """Return the attention of ``query`` over ``key`` and ``value``, contiguous in the layout of ``query``.
+    """Return the attention of ``query`` over ``key`` and ``value`` as a contiguous tensor in the layout of
+    ``query``.
 
     Query i is at position ``offset + i``; it sees key j unless one of these forbids it: ``causal`` (j >
     position), ``window`` (j < position - window_left or j > position + window_right), ``mask`` (True at [i,

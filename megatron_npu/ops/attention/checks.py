@@ -1,4 +1,6 @@
-"""Check the arguments of ``attention`` for consistency with each other and with the tensors' shapes."""
+"""Check that the arguments of ``attention`` are consistent with each other and with the shapes of the
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,7 @@ def check_sink(sink: Tensor | None, heads: int) -> None:
 
 
 def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | None) -> None:
-    """Check that layout TND is used with ``packed``, and that ``packed`` is not combined with another mask.
+    """Check that ``packed`` is given with layout TND, and that it is not combined with another mask.
 
     Raises:
         ValueError: one of these is not the case.
@@ -131,7 +133,7 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
 
 
 def check_lengths(packed: PackedSequences, queries: int, keys: int) -> None:
-    """Check that the packed sequences cover all tokens.
+    """Check that the lengths of the packed sequences add up to the number of tokens.
 
     Raises:
         ValueError: a length is negative, or the lengths do not sum up to the numbers of tokens.

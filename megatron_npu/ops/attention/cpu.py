@@ -1,5 +1,5 @@
-"""Compute attention on the CPU, with torch's flash kernel where it is applicable and faster, else in
-tiles.
+"""Compute attention on the CPU: with torch's flash kernel if it supports the call and is faster,
+otherwise in tiles.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FEWEST_QUERIES = 32  # of a call that tiles are worth their start for
 
 @operation.on("cpu")
 def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention for ``spec``, without storing query-key pairs other than those of the caller's
-    mask.
+    """Return the attention for ``spec`` without storing all query-key pairs, except in a mask that the
+    caller passes.
     """
     if not torch_has_a_kernel(query, value, spec) or tiles_are_faster(query, spec):
         return blockwise(query, key, value, spec, mask)
@@ -43,7 +43,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask:
 
 
 def torch_has_a_kernel(query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if torch's flash kernel supports the call.
+    """Return True if torch's flash kernel supports the attention call.
 
     The kernel supports calls that are plain or causal, with one query, or with a mask.
 

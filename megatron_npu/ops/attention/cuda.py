@@ -1,5 +1,5 @@
-"""Compute attention on CUDA with cuDNN, flash-attn or torch's SDPA, and windows and packing with
-FlexAttention.
+"""Compute attention on CUDA with cuDNN, flash-attn or SDPA, or with FlexAttention for windows and packed
+sequences.
 
 On Hopper and later GPUs, cuDNN's kernel is the fastest for the calls that it supports: causal or full
 attention in 16 bits.
@@ -47,7 +47,7 @@ _CUDNN_FIRST = (3, 1, 2, 0, 4)
 
 
 class Kernel(enum.Enum):
-    """The kernel that computes an attention call."""
+    """A kernel that can compute an attention call."""
 
     CUDNN = "cuDNN's, through torch's scaled_dot_product_attention"
     FLASH_ATTN = "flash-attn"
@@ -57,7 +57,7 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True)
 class CudaCall:
-    """The kernel of an attention call, and the arguments for flash-attn.
+    """The kernel that was chosen for an attention call, with the arguments for flash-attn.
 
     Attributes:
         window: (window_left, window_right) with the last query aligned with the last key.
@@ -99,9 +99,7 @@ def choose(
     flash_attn: bool,
     cudnn: bool = False,
 ) -> CudaCall | Unsupported:
-    """Return the kernel as ``plan_call`` does, but from shapes in the layout of ``spec``, dtype and
-    packages.
-    """
+    """Choose the kernel for ``spec`` from the tensors' shapes, the dtype and the installed packages."""
     sizes = _head_sizes(query, key, value, spec)
     if cudnn and dtype in _FLASH_DTYPES and _fits_cudnn(spec, sizes):
         return CudaCall(Kernel.CUDNN)
@@ -140,13 +138,13 @@ def _head_sizes(
 
 
 def _is_simple(segment: Segment) -> bool:
-    """Return True if a segment has a single query or has no mask other than a causal one."""
+    """Return True if a segment has a single query, no mask or only a causal mask."""
     triangle = segment.window_left is None and segment.window_right in (None, 0)
     return triangle or segment.q1 - segment.q0 == 1
 
 
 def _flash_attn_call(spec: AttentionSpec, sizes: tuple[int, ...]) -> CudaCall | None:
-    """Return the flash-attn call, or None if flash-attn does not support it.
+    """Return the arguments for flash-attn, or None if flash-attn does not support the attention call.
 
     ``sizes`` are the head sizes.
     """
@@ -216,8 +214,8 @@ def _cu_seqlens(segments: tuple[Segment, ...], device: torch.device) -> tuple[Te
 def _order_of(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec
 ) -> Iterator[None]:
-    """Make torch's SDPA use cuDNN's kernel within the block, if that kernel is chosen and supports the
-    call.
+    """Make torch's SDPA prefer cuDNN's kernel inside the ``with`` block, if that kernel was chosen and
+    supports the call.
     """
     if kernel is not Kernel.CUDNN or not _cudnn_takes(query, key, value, spec):
         yield
@@ -272,7 +270,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: 
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Call FlexAttention, which skips blocks of 128 × 128 query-key pairs that are completely hidden."""
+    """Compute attention with FlexAttention, which skips blocks of 128 × 128 query-key pairs that are
+    completely masked.
+    """
     blocks = _block_mask(spec.segments, query.size(2), key.size(2), query.device)
     grouped = spec.heads != spec.key_heads
     return _compiled("flex_attention")(
@@ -291,7 +291,7 @@ def _block_mask(segments: tuple[Segment, ...], queries: int, keys: int, device: 
 
 
 def visibility(segments: tuple[Segment, ...], device: torch.device) -> Callable[..., Tensor]:
-    """Return FlexAttention's ``mask_mod``, a function that returns whether query i attends to key j."""
+    """Return a ``mask_mod`` function for FlexAttention, which tells whether query i attends to key j."""
     begins, ends = visible_ranges(segments, device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

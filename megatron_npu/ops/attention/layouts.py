@@ -1,4 +1,4 @@
-"""Convert between an attention call's layout and ``[b, n, s, d]``.
+"""Convert attention tensors between the layout of a call and ``[b, n, s, d]``.
 
 Results are views unless stated otherwise.
 """
@@ -18,7 +18,7 @@ LAYOUTS = ("SBH", "BSH", "SBND", "BSND", "BNSD", "TND")
 
 
 def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int, int, int]:
-    """Return the shape that ``to_bnsd`` gives a tensor of shape ``shape``."""
+    """Return the shape of the result of ``to_bnsd`` for a tensor of shape ``shape``."""
     if layout == "TND":
         return 1, shape[1], shape[0], shape[2]
     if layout in HEADLESS:
@@ -29,7 +29,7 @@ def bnsd_shape(shape: Sequence[int], layout: str, heads: int) -> tuple[int, int,
 
 
 def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``tensor`` as ``[b, n, s, d]``.
+    """Return ``tensor`` with its dimensions in the order ``[b, n, s, d]``.
 
     TND is treated as a batch of one.
     """
@@ -41,7 +41,9 @@ def to_bnsd(tensor: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
-    """Undo ``to_bnsd``. This copies SBH and BSH tensors if the memory is in another order."""
+    """Convert a tensor from ``[b, n, s, d]`` to the layout of the call, copying it for SBH and BSH if
+    necessary.
+    """
     if layout == "TND":
         return tensor.squeeze(0).transpose(0, 1)
     if layout in HEADLESS:
@@ -50,7 +52,7 @@ def from_bnsd(tensor: Tensor, layout: str) -> Tensor:
 
 
 def to_tokens(tensor: Tensor, layout: str, heads: int) -> Tensor:
-    """Return ``[b · s, n, d]``, batch by batch.
+    """Reshape a tensor to ``[b · s, n, d]``, one batch element after another.
 
     The tensor is copied unless the layout is BSH, BSND or TND.
     """

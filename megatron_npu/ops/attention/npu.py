@@ -1,4 +1,5 @@
-"""Compute attention on the NPU with ``npu_fusion_attention``, and map attention specs to its arguments.
+"""Compute attention on the NPU with ``npu_fusion_attention``, after converting attention specs to its
+arguments.
 
 The checks are the limits that torch_npu's own documentation states for the operation (torch_npu 2.13.0,
 ``_op_plugin_docs.py``): a call outside them may be wrong without an error, so it is rejected beforehand.
@@ -55,7 +56,7 @@ class NpuCall:
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> NpuCall | Unsupported:
-    """Return the kernel arguments for ``spec``, or the reason why it is not supported.
+    """Return the kernel arguments for ``spec``, or the reason why the kernel does not support it.
 
     Tensor values are not read.
     """
@@ -66,7 +67,7 @@ def plan_call(
 def npu_call(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], dtype: torch.dtype, spec: AttentionSpec
 ) -> NpuCall | Unsupported:
-    """Return the kernel arguments as ``plan_call`` does, but from shapes and the dtype."""
+    """Return the arguments of ``npu_fusion_attention`` for tensors of the given shapes and dtype."""
     mode = _sparse_mode(spec)
     if isinstance(mode, Unsupported):
         return mode
@@ -89,8 +90,8 @@ def npu_call(
 
 
 def _mode_without_band(segments: Sequence[Segment]) -> int | None:
-    """Return the sparse mode for segments without a limit or with only the causal one, and None for
-    others.
+    """Return the sparse mode for segments that have no window or only a causal mask, and None for other
+    segments.
     """
     if any(s.window_left is not None for s in segments):
         return None
@@ -102,7 +103,7 @@ def _mode_without_band(segments: Sequence[Segment]) -> int | None:
 
 
 def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
-    """Return (sparse_mode, pre_tockens, next_tockens) of ``npu_fusion_attention``."""
+    """Return the arguments ``(sparse_mode, pre_tockens, next_tockens)`` for ``npu_fusion_attention``."""
     if spec.masked:
         return FULL, UNLIMITED, UNLIMITED
     live = [s for s in spec.segments if s.q0 < s.q1 and s.k0 < s.k1]
@@ -124,7 +125,9 @@ def _sparse_mode(spec: AttentionSpec) -> tuple[int, int, int] | Unsupported:
 
 
 def _band_meets(window_left: int, window_right: int, queries: int, keys: int) -> bool:
-    """Return True if ``npu_fusion_attention`` documents support for a band with a negative limit."""
+    """Return True if ``npu_fusion_attention`` is documented to support this window, which may have a
+    negative limit.
+    """
     if window_left < 0:
         return window_right >= -window_left and -window_left < queries
     return window_right >= 0 or (window_left >= -window_right and -window_right < keys)
@@ -163,7 +166,9 @@ def _packed_limits(spec: AttentionSpec) -> str | None:
 
 
 def _cu_seqlens(spec: AttentionSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ends of the sequences in the operation's format, without a leading 0 and empty sequences."""
+    """Return the ends of the packed sequences in the kernel's format, without the leading 0 and without
+    empty sequences.
+    """
     there = [s for s in spec.segments if s.q0 < s.q1 or s.k0 < s.k1]
     return tuple(s.q1 for s in there), tuple(s.k1 for s in there)
 
@@ -179,8 +184,7 @@ def attend(
     plan: NpuCall,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Pass the tensors to the kernel in their own layout, without permuting them or building ``[b, 1, s,
-    s]``.
+    """Pass the tensors to the kernel in their own layout, without permuting them or building a full mask.
 
     A ``sink``, fp32 ``[n]``, is passed only if it is given: older torch_npu versions have no such argument.
     """
@@ -211,7 +215,8 @@ def attend(
 
 
 def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make query, key and value contiguous if they interleave in one tensor, as after a fused QKV projection.
+    """Make query, key and value contiguous if they are interleaved in memory, as after a fused QKV
+    projection.
 
     This takes a single copy instead of three.
     """
@@ -228,7 +233,7 @@ def _contiguous_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 class _ContiguousQKV(torch.autograd.Function):
-    """Copy three tensors that are interleaved in the same memory with a distance of ``step`` values."""
+    """Copy three tensors that are interleaved in memory at a distance of ``step`` values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -241,7 +246,7 @@ class _ContiguousQKV(torch.autograd.Function):
 
 
 def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor | None:
-    """Return the kernel's atten_mask, True where masked.
+    """Return the kernel's ``atten_mask``, which is True for masked pairs.
 
     The result is None, the shared triangle, or the full mask.
 
@@ -260,12 +265,14 @@ def atten_mask(call: NpuCall, query: Tensor, spec: AttentionSpec, mask: Tensor |
 
 
 def shared_mask(sparse_mode: int, device: torch.device) -> Tensor | None:
-    """Return the atten_mask for an attention call without a mask from the caller."""
+    """Return the ``atten_mask`` for an attention call in which the caller passes no mask."""
     return None if sparse_mode == NONE else _compressed_mask(device)
 
 
 def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor:
-    """Combine ``mask`` and the window in one of the documented shapes: SS, B1SS or BNSS."""
+    """Combine ``mask`` and the window into a mask of one of the documented shapes, which are SS, B1SS and
+    BNSS.
+    """
     forbidden = forbidden_pairs(segment, mask.device)
     mask = mask if forbidden is None else mask | forbidden
     pairs = (segment.q1 - segment.q0, segment.k1 - segment.k0)
@@ -276,7 +283,7 @@ def _full_mask(mask: Tensor, segment: Segment, batch: int, heads: int) -> Tensor
 
 @lru_cache_tensors(maxsize=8)  # one a device
 def _compressed_mask(device: torch.device) -> Tensor:
-    """Return a device's shared mask for sparse modes 2, 3 and 4.
+    """Return the compressed causal mask that all calls with ``sparse_mode`` 2, 3 or 4 on a device share.
 
     The mask takes 4 MiB for any sequence length.
     """

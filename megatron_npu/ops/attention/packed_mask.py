@@ -1,4 +1,4 @@
-"""Recover packed causal sequences from a mask ``[b, 1, s, s]``."""
+"""Derive the lengths of packed causal sequences from an attention mask ``[b, 1, s, s]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.ops.caching import cache_on_tensor
 
 
 def sequence_lengths(mask: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of the packed sequences that a causal mask describes, ordered by batch row.
+    """Return the lengths of the packed sequences that a causal mask describes, batch row by batch row.
 
     Megatron builds its masks itself and passes s² booleans even for plain causal attention. A mask that only
     says "causal, within these sequences" is recognized here, so no kernel has to read it: with
@@ -44,5 +44,7 @@ def _read(mask: Tensor) -> tuple[int, ...] | None:
 
 
 def _starts(begins: Tensor, position: Tensor) -> list[int]:
-    """Return the positions at which a sequence begins, given the first key ``[s]`` that each query sees."""
+    """Return the positions at which sequences begin, given the position of each query's first visible
+    key, ``[s]``.
+    """
     return (begins == position).nonzero().flatten().tolist()

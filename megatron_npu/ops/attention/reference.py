@@ -19,7 +19,9 @@ def unfused(
     mask: Tensor | None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q·kᵀ·scale + mask)·v, contiguous. Memory grows with queries × keys of a segment.
+    """Return ``softmax(q·kᵀ·scale + mask)·v`` as a contiguous tensor.
+
+    Memory grows with queries × keys of a segment.
 
     Args:
         query, key, value: tensors in the layout of ``spec`` with any float dtype. Scores and softmax are fp32
@@ -48,7 +50,7 @@ def unfused(
 def _softmax(
     query: Tensor, key: Tensor, scale: float, forbidden: Tensor | None, sink: Tensor | None
 ) -> Tensor:
-    """Return attention weights ``[b, n, sq, sk]`` for ``[b, n, s, d]`` operands.
+    """Return the attention weights ``[b, n, sq, sk]`` for queries and keys ``[b, n, s, d]``.
 
     Fully masked rows are zero.
     """

@@ -1,4 +1,4 @@
-"""Compute attention with a sink: one extra score per head that receives weight but has no value.
+"""Compute attention with a sink: an extra score per head that takes part of the weight but has no value.
 
 The sink allows a query to attend to nothing. A sink of zero gives softmax-off-by-one (Miller 2023), which
 adds one to the divisor; gpt-oss has a learned sink. Given the lse without the sink, the sink scales the
@@ -25,7 +25,7 @@ from megatron_npu.ops.dispatch import Operation, Unsupported
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> Tensor:
-    """Compute ``reference.unfused`` with the sink ``[n]`` as an additional score of each query."""
+    """Compute ``reference.unfused`` with the sink ``[n]`` as one additional score for each query."""
     return unfused(query, key, value, spec, mask, sink)
 
 
@@ -64,7 +64,7 @@ def gradient(grad: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Absorbed(torch.autograd.Function):
-    """Compute the attention ``[s, b, n, d]`` over all keys as a single block, with the sink included."""
+    """Compute attention with a sink, ``[s, b, n, d]``, over all keys as a single block."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,8 @@ def by_blocks(
 def plan_call(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor, spec: AttentionSpec, mask: Tensor | None
 ) -> npu.NpuCall | Unsupported:
-    """Return the kernel arguments as ``npu.plan_call`` does.
+    """Return the kernel arguments for ``spec``, or the reason why the kernel does not support it; see
+    ``npu.plan_call``.
 
     A sink adds no limits.
     """
@@ -137,5 +138,7 @@ def by_kernel(
     *,
     plan: npu.NpuCall,
 ) -> Tensor:
-    """Pass the sink to the kernel in fp32, as torch_npu 2.13 documents for ``npu_fusion_attention_v2``."""
+    """Pass the sink to ``npu_fusion_attention_v2`` in fp32, as the documentation of torch_npu 2.13
+    requires.
+    """
     return npu.attend(query, key, value, spec, mask, plan=plan, sink=sink.float())

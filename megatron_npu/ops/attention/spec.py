@@ -1,4 +1,4 @@
-"""Specify an attention call in a form that all devices share."""
+"""Describe an attention call in a form that the implementations for all devices share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Offset = int | Literal["end"]
 
 
 class PackedSequences(NamedTuple):
-    """The lengths of concatenated sequences (thd) in tokens, in host memory.
+    """The lengths in tokens, in host memory, of sequences that are concatenated in one tensor (layout thd).
 
     The lengths are the differences of ``cu_seqlens``. Sequence n of the queries attends only to sequence n of
     the keys. A length may be 0.
@@ -44,8 +44,8 @@ class Segment(NamedTuple):
 
     @property
     def excess(self) -> int:
-        """The number of keys minus the number of queries, which is the diagonal of the last query and the
-        last key.
+        """The number of keys minus the number of queries, which is also the diagonal of the last query at
+        the last key.
         """
         return (self.k1 - self.k0) - (self.q1 - self.q0)
 
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
         return self.window_left is None and self.window_right is None
 
     def rows_with_keys(self) -> tuple[int, int]:
-        """Return the range of queries, counted from q0, that attend to a key.
+        """Return the range of queries, counted from q0, that attend to at least one key.
 
         All other queries are fully masked.
         """
@@ -71,14 +71,17 @@ class Segment(NamedTuple):
         return last - first < self.q1 - self.q0
 
     def visible_keys(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of keys, counted from k0, that any of the queries ``[first, last)`` attends to."""
+        """Return the range of keys, counted from k0, to which at least one of the queries ``[first,
+        last)`` attends.
+        """
         keys = self.k1 - self.k0
         begin = 0 if self.window_left is None else max(0, first - self.window_left)
         end = keys if self.window_right is None else min(keys, last + self.window_right)
         return begin, max(begin, end)
 
     def part(self, first: int, last: int) -> Segment | None:
-        """Return queries ``[first, last)``, counted from q0, with all keys that they attend to.
+        """Return the segment of the queries ``[first, last)``, counted from q0, with all keys that they
+        attend to.
 
         A window limit that hides nothing there becomes None. Returns None if no key is seen.
         """
@@ -98,8 +101,8 @@ class Segment(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if kernels without window support can compute the segment: all pairs, or a square causal
-        mask.
+        """True if kernels without window support can compute the segment, because its mask is square and
+        causal or absent.
         """
         triangle = self.window_right == 0 and self.excess == 0
         return self.window_left is None and (self.window_right is None or triangle)
@@ -107,7 +110,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """An attention call without its tensors.
+    """The arguments of an attention call other than its tensors.
 
     ``attention`` documents the fields.
 
@@ -135,7 +138,7 @@ class AttentionSpec:
 def dense_segments(
     queries: int, keys: int, causal: bool, window: Window, offset: Offset
 ) -> tuple[Segment, ...]:
-    """Return the single segment of an attention call without packed sequences."""
+    """Return the only segment of an attention call without packed sequences, as a list."""
     return tuple(_limited([(0, queries, 0, keys)], causal, window, offset))
 
 
@@ -167,7 +170,7 @@ def _with_window(span: tuple[int, int, int, int], causal: bool, window: Window, 
 def _limited(
     spans: list[tuple[int, int, int, int]], causal: bool, window: Window, offset: Offset
 ) -> list[Segment]:
-    """Assign each span its window.
+    """Convert ranges of queries and keys to segments, and apply the attention window to them.
 
     A limit that hides no key in any span is dropped.
     """
@@ -206,7 +209,8 @@ def _forbidden_pairs(
 
 
 def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
-    """Return the window of all segments relative to the last query at the last key, or None if they differ.
+    """Return the window, counted from the last query at the last key, that all segments share, or None if
+    they differ.
 
     flash-attn and torch_npu's band mode describe a window in this form. A limit is negative if the band lies
     entirely on one side of that diagonal.
@@ -225,8 +229,8 @@ def window_from_end(segments: tuple[Segment, ...]) -> Window | None:
 
 
 def visible_ranges(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first visible key and the end of the visible keys of each query, two int32 ``[queries]``
-    tensors.
+    """Return the first visible key and the end of the visible keys of each query, as two int32 tensors
+    ``[queries]``.
     """
     begins, ends = [], []
     for s in segments:

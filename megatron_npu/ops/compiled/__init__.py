@@ -1,4 +1,4 @@
-"""Provide compiled CPU kernels that make one pass over memory where torch makes several.
+"""Provide compiled CPU kernels that pass over memory once where torch's kernels pass over it several times.
 
 ``kernels.cpp`` contains them; ``products`` covers matmuls and ``attention`` whole attention calls.
 ``building`` compiles the kernels if g++ is installed, and ``abi`` calls the kernels and checks their
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return True if the kernels support these tensors: all fp32 or all bf16, contiguous, on a CPU."""
+    """Return True if the kernels support the given tensors: all fp32 or all bf16, contiguous, on a CPU."""
     dtype = tensors[0].dtype
     if dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
@@ -40,7 +40,8 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def exponentials_(values: Tensor, reference: Tensor, sums: Tensor) -> None:
-    """Replace ``values`` with ``exp(values - reference)``, and add the unrounded row sums to ``sums``.
+    """Replace ``values`` with ``exp(values - reference)``, and add the sums of the unrounded rows to
+    ``sums``.
 
     Args:
         values: ``[n, m]``, for which ``usable`` is True; changed in place.
@@ -70,7 +71,9 @@ def gelu(input: Tensor, bias: Tensor | None, with_slope: bool) -> tuple[Tensor, 
 
 
 def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the elementwise product ``[..., h]`` of two tensors, and its sum over rows, fp32 ``[h]``."""
+    """Return the elementwise product ``[..., h]`` of two tensors, and the product's sum over all rows,
+    fp32 ``[h]``.
+    """
     output, sums = torch.empty_like(left), torch.empty(left.size(-1), dtype=torch.float32, device="cpu")
     abi.product_and_sum(left, right, output, sums)
     return output, sums
@@ -79,7 +82,8 @@ def product_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def norm_backward(
     grad: Tensor, input: Tensor, mean: Tensor | None, rstd: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a norm's input ``[n, h]``, and of its factor and bias ``[h]`` in fp32.
+    """Return the gradients of a norm's input, ``[n, h]``, and the fp32 gradients of its factor and bias,
+    ``[h]``.
 
     Args:
         grad: gradient of the output, ``[n, h]``, for which ``usable`` is True.
@@ -95,7 +99,7 @@ def norm_backward(
 
 
 class Kept(NamedTuple):
-    """The values that dropout keeps.
+    """A mask of the values that dropout keeps.
 
     A value is kept if its 16 random bits, read as an int16, are at most ``most``.
 
@@ -112,7 +116,7 @@ _EVERYTHING = (None, 0)  # is kept
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Compute the softmax over the last dimension.
+    """Compute the softmax of attention scores over the last dimension.
 
     Write it to ``rounded`` and, unrounded, to ``weights``.
 
@@ -126,7 +130,7 @@ def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, kept: Kept 
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept | None = None) -> None:
-    """Write the gradient of the scores to ``rounded``, in bf16.
+    """Compute the gradient of attention scores, and write it to ``rounded`` in bf16.
 
     Args:
         grad: gradient of ``softmax``'s ``rounded``, ``[..., m]``, fp32, for which ``usable`` is True.
@@ -138,7 +142,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, kept: Kept 
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
-    """Add ``factor · part`` to ``total`` in one pass, also for an fp32 total and a bf16 part.
+    """Add ``factor · part`` to ``total`` in one pass, even if ``total`` is fp32 and ``part`` is bf16.
 
     torch would first copy a part whose dtype differs. Tensors that the kernel does not support are added by
     torch.
@@ -154,7 +158,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float = 1.0) -> None:
 
 
 def _takes(total: Tensor, part: Tensor) -> bool:
-    """Return True if ``accumulate`` has a kernel for a total, whose rows or heads must be contiguous."""
+    """Return True if ``accumulate`` has a kernel for a plain fp32 total and a bf16 part of the same shape."""
     if part.dtype is not torch.bfloat16 or total.dtype is not torch.float32 or not usable(part):
         return False
     return is_plain(total) and total.shape == part.shape and abi.has_contiguous_rows(total)

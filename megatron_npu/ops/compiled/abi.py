@@ -30,7 +30,7 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 
 
 class Weighting(NamedTuple):
-    """The computation of attention weights: ``gain · kept(softmax(scale · query · keyᵀ))``.
+    """The parameters of the attention weights ``gain · kept(softmax(scale · query · keyᵀ))``.
 
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one key.
 
@@ -96,7 +96,7 @@ _KERNELS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor is a plain CPU tensor whose memory contains its values."""
+    """Return True if a tensor is an ordinary CPU tensor that stores its values itself."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:
         return False
     # of a negated one the memory is not yet what it says; graphs have none, and no name for the question
@@ -104,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return True if elements of a tensor may share memory.
+    """Return True if several elements of a tensor may share the same memory.
 
     Such a tensor, for example an expanded one, is read-only.
     """
@@ -135,7 +135,7 @@ def exponentials(values: Tensor, reference: Tensor, sums: Tensor) -> None:
 
 
 def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> None:
-    """Call the GELU kernel with input, output and slope ``[..., h]``, and an fp32 bias ``[h]``."""
+    """Call the GELU kernel on input, output and derivative ``[..., h]``, and an fp32 bias ``[h]``."""
     shape, dtype, width = input.shape, input.dtype, input.size(-1)
     _call(
         f"gelu_{_name_of(dtype)}",
@@ -148,7 +148,9 @@ def gelu(input: Tensor, bias: Tensor, output: Tensor, slope: Tensor | None) -> N
 
 
 def product_and_sum(left: Tensor, right: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Call the product kernel with left, right and output ``[..., h]``, and fp32 sums ``[h]``."""
+    """Call the kernel that writes ``left * right`` ``[..., h]`` to ``output``, and its column sums to
+    ``sums``.
+    """
     shape, dtype, width = left.shape, left.dtype, left.size(-1)
     _call(
         f"product_and_sum_{_name_of(dtype)}",
@@ -168,7 +170,7 @@ def norm_backward(
     factor: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Call the norm's backward kernel with gradients and input ``[n, h]``, and fp32 statistics and factors.
+    """Call the norm's backward kernel on gradients and input ``[n, h]``, with fp32 statistics and factors.
 
     The mean and rstd are ``[n, 1]``; the factor and its gradients are ``[h]``.
     """
@@ -190,7 +192,7 @@ def norm_backward(
 
 
 def softmax(scores: Tensor, weights: Tensor | None, rounded: Tensor, bits: Tensor | None, most: int) -> None:
-    """Call the softmax kernel with ``[..., m]`` tensors: fp32 scores and weights, and bf16 rounded weights.
+    """Call the softmax kernel on tensors ``[..., m]``: fp32 scores and weights, and bf16 rounded weights.
 
     The random bits are int64, with one element for four values.
     """
@@ -222,7 +224,7 @@ def softmax_backward(grad: Tensor, weights: Tensor, rounded: Tensor, bits: Tenso
 
 
 def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
-    """Call the accumulation kernel with an fp32 total, whose rows are contiguous, and a bf16 part ``[n,
+    """Call the accumulation kernel on an fp32 total with contiguous rows and a bf16 part, both ``[n,
     ...]``.
     """
     rows, width = part.size(0), part.numel() // max(1, part.size(0))
@@ -236,7 +238,7 @@ def accumulate(total: Tensor, part: Tensor, factor: float) -> None:
 
 
 def has_contiguous_rows(tensor: Tensor) -> bool:
-    """Return True if each row of ``[n, ...]`` is contiguous and no rows overlap."""
+    """Return True if each row of a tensor ``[n, ...]`` is contiguous and the rows do not overlap."""
     if tensor.dim() < 2 or not tensor.size(0):
         return False
     return tensor.is_contiguous() or (tensor[0].is_contiguous() and not overlaps(tensor))
@@ -276,7 +278,8 @@ def product(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, arithmetic: str) -> None:
-    """Call the matmul kernel with bf16 operands ``[n, m]`` and ``[m, k]``, each with a unit stride.
+    """Call the accumulating matmul kernel on bf16 operands ``[n, m]`` and ``[m, k]``, each with a unit
+    stride.
 
     The total is ``[n, k]``, fp32 and row-major.
     """
@@ -327,7 +330,7 @@ def attention_forward(
     normalizer: Tensor,
     arithmetic: str,
 ) -> None:
-    """Call the attention kernel with operands ``[heads, rows or keys, d or dv]``.
+    """Call the attention kernel on queries, keys and values ``[heads, rows or keys, d or dv]``.
 
     The output is ``[heads, rows, dv]``, and the normalizer is fp32.
     """
@@ -350,7 +353,7 @@ def attention_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     arithmetic: str,
 ) -> None:
-    """Call the attention backward kernel.
+    """Call the backward kernel of attention.
 
     The gradients have the shapes of the operands.
     """
@@ -370,7 +373,7 @@ def attention_backward(
 
 
 def can_pair(loaded: ctypes.CDLL) -> bool:
-    """Return True if the kernels were compiled for a processor with bf16 dot-product instructions."""
+    """Return True if the kernels are compiled for a processor with bf16 dot-product instructions."""
     return bool(loaded.can_pair())
 
 
@@ -412,7 +415,7 @@ def _factor(what: str, matrix: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the address of a contiguous tensor.
+    """Return the memory address of a contiguous tensor.
 
     Raise an error unless it has the given dtype and shape.
     """
@@ -429,7 +432,7 @@ def _contiguous(what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 def _strided(
     what: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], written: bool = False
 ) -> int:
-    """Return the address of a tensor with any strides.
+    """Return the memory address of a tensor with arbitrary strides.
 
     If it is written to, no two elements may share memory.
     """
@@ -493,7 +496,7 @@ def _refuse(what: str, tensor: Tensor, expected: str) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a kernel with the number of threads that torch uses.
+    """Call a compiled kernel with the number of threads that torch uses.
 
     Raises:
         MemoryError: there is not enough memory for the kernel's scratch space.
@@ -515,7 +518,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _declared(loaded: ctypes.CDLL) -> dict[str, Callable[..., int]]:
-    """Return a library's kernels by name, with declared argument types.
+    """Return the kernels of a library by name, with their argument types declared for ctypes.
 
     Raises:
         RuntimeError: the library was compiled from other sources.

@@ -1,4 +1,4 @@
-"""Compute attention of fp32 or bf16 heads with one kernel that keeps scores in a core's cache."""
+"""Compute attention in fp32 or bf16 with one kernel that keeps the scores in the processor core's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Factors", "Weighting", "backward", "forward", "takes"]
 
 
 class Factors(NamedTuple):
-    """The operands of attention, all fp32 or all bf16.
+    """The query, key and value operands of attention, all fp32 or all bf16.
 
     The last dimension must be contiguous.
 
@@ -31,14 +31,15 @@ class Factors(NamedTuple):
 
 
 def takes(dtype: torch.dtype) -> bool:
-    """Return True if the attention kernel is worthwhile for this dtype on this processor."""
+    """Return True if the compiled attention kernel should be used for this dtype on this processor."""
     if dtype is torch.bfloat16:
         return products.has_kernel()
     return dtype is torch.float32 and products.has_avx512() and library() is not None
 
 
 def forward(factors: Factors, weighting: Weighting, output: Tensor, normalizer: Tensor) -> None:
-    """Write the attention output to ``output``, and the logarithm of each row's sum to ``normalizer``.
+    """Write the attention output to ``output``, and the logarithm of the sum of each row's exponentials to
+    ``normalizer``.
 
     Args:
         factors: query, key and value.

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels, once per user and compiler, and load them."""
+"""Compile the CPU kernels, once per user and compiler, and load the resulting library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WITHOUT = f"set {settings.COMPILED.name}=0"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels.
+    """Return the library of compiled kernels, compiling it first if necessary.
 
     Return None, and log the reason, if they are disabled or unavailable.
 
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def prepare() -> None:
-    """Compile the kernels now, rather than in the first training step, if this process will use them.
+    """Compile the kernels before the first training step if this process will use them.
 
     One process per machine compiles the kernels; the others wait for it.
     """
@@ -68,7 +68,7 @@ def _recipe() -> cached_library.Recipe:
 
 
 class _Symbol(ctypes.Structure):
-    """The information that ``dladdr`` reports about an address."""
+    """The C structure in which ``dladdr`` returns information about an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -79,7 +79,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _openmp() -> Path:
-    """Return the OpenMP library that libtorch is linked to.
+    """Return the OpenMP library to which libtorch is linked.
 
     Another OpenMP library would start its own threads.
 
@@ -102,7 +102,7 @@ def _openmp() -> Path:
 
 
 def _file_of(library: str, symbol: str) -> str:
-    """Return the file that provides a function to a library, or an empty string."""
+    """Return the file from which another library gets a function, or an empty string."""
     try:
         function = getattr(ctypes.CDLL(library), symbol)
     except (OSError, AttributeError):

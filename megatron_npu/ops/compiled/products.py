@@ -1,4 +1,4 @@
-"""Multiply bf16 matrices with fp32 accumulation, on CPUs where our kernel is faster than oneDNN."""
+"""Multiply bf16 matrices with fp32 accumulation, on CPUs on which our kernel is faster than oneDNN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
 class Arithmetic(enum.Enum):
-    """The instructions with which our kernel can multiply bf16 matrices on a processor."""
+    """The kind of instructions with which our kernel multiplies bf16 matrices on a processor."""
 
     WIDENED = "with fp32 multiply-adds: the fastest way if the CPU has no faster bf16 instruction"
     PAIRED = "with AVX-512's bf16 instruction, at twice the fp32 rate: as fast as oneDNN"
@@ -28,7 +28,7 @@ class Arithmetic(enum.Enum):
 
 @torch.compiler.assume_constant_result
 def are_fastest() -> bool:
-    """Return True if our kernel should do all bf16 matmuls.
+    """Return True if our kernel is the best choice for all bf16 matmuls on this processor.
 
     This requires that oneDNN takes at least twice as long.
 
@@ -40,13 +40,13 @@ def are_fastest() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_kernel() -> bool:
-    """Return True if our matmul kernel is worthwhile on this processor."""
+    """Return True if our bf16 matmul kernel is available and not slower than oneDNN on this processor."""
     return _usable_arithmetic() is not None
 
 
 @functools.cache
 def _arithmetic() -> Arithmetic | None:
-    """Return this processor's fastest bf16 arithmetic without AMX, or None if oneDNN is faster.
+    """Return how our kernel should multiply bf16 matrices on this processor, or None if oneDNN is faster.
 
     Without an instruction for bf16 (Xeons up to Ice Lake), oneDNN widens values repeatedly: 27 GFLOPS,
     compared with 310 for fp32. Xeons since Sapphire Rapids are designed to multiply bf16 with AMX; if a
@@ -58,18 +58,20 @@ def _arithmetic() -> Arithmetic | None:
 
 @functools.cache
 def has_avx512() -> bool:
-    """Return True if this processor has AVX-512, which some kernels require."""
+    """Return True if this processor has AVX-512, which some of our kernels require."""
     return _features_of(_processor()) >= _AVX512
 
 
 def _processor() -> str:
-    """Return the information that Linux reports about the first processor."""
+    """Return the entry for the first processor in Linux's ``/proc/cpuinfo``, or an empty string."""
     info = Path("/proc/cpuinfo")
     return info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else ""
 
 
 def arithmetic_of(processor: str) -> Arithmetic | None:
-    """Return the arithmetic for a processor described by ``/proc/cpuinfo``."""
+    """Return how our kernel should multiply bf16 matrices on a processor, given its entry in
+    ``/proc/cpuinfo``.
+    """
     can = _features_of(processor)
     if not can >= _AVX512 or "amx_bf16" in can:
         return None
@@ -88,7 +90,7 @@ def _field(processor: str, name: str) -> str:
 
 
 def _usable_arithmetic() -> Arithmetic | None:
-    """Return this processor's arithmetic if the kernels are available and were compiled for it."""
+    """Return how our kernel can multiply bf16 matrices here, or None if the kernels are not available."""
     wanted, loaded = _arithmetic(), library()
     if loaded is None or (wanted is Arithmetic.PAIRED and not abi.can_pair(loaded)):
         return None
@@ -96,12 +98,13 @@ def _usable_arithmetic() -> Arithmetic | None:
 
 
 def pairs() -> bool:
-    """Return True if the kernel uses bf16 dot products, and False if it converts bf16 to fp32."""
+    """Return True if our kernel uses bf16 dot-product instructions, and False if it converts bf16 to fp32."""
     return _arithmetic() is Arithmetic.PAIRED
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``multiply`` should handle these operands: ``[n, m]`` and ``[m, k]``, or batches.
+    """Return True if ``multiply`` should be used for the given operands, ``[n, m]`` and ``[m, k]`` or batches
+    of them.
 
     Operands with mismatched shapes are left to torch, which reports the error.
     """
@@ -117,7 +120,7 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 
 def takes_result(out: Tensor) -> bool:
-    """Return True if ``multiply`` can write to a tensor ``[..., n, k]``."""
+    """Return True if ``multiply`` can write its result to the given tensor ``[..., n, k]``."""
     plain = abi.is_plain(out) and out.dtype in (torch.float32, torch.bfloat16)
     return plain and out.dim() in (2, 3) and out.stride(-1) == 1 and not abi.overlaps(out)
 
@@ -130,7 +133,7 @@ def multiply(
     factor: float = 1.0,
     add: bool = False,
 ) -> Tensor:
-    """Write ``factor · left · right + bias`` to ``out`` and return it.
+    """Write ``factor · left · right + bias`` to ``out``, and return ``out``.
 
     Sums are accumulated in fp32 and rounded once.
 
@@ -150,7 +153,8 @@ def multiply(
 
 
 def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return True if ``add`` should handle these operands, which must be bf16 matrices and an fp32 total.
+    """Return True if ``add`` should be used for the given operands, which must be bf16 matrices and an fp32
+    total.
 
     oneDNN rounds the product before adding it. For fp32, MKL adds within the matmul and is as fast.
     """
@@ -160,7 +164,7 @@ def adds(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 
 def add(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · right``, unrounded, to ``total``.
+    """Add the product ``left · right`` to ``total`` without rounding it to bf16.
 
     Args:
         total: ``[n, k]``, fp32, with contiguous rows; changed in place.
@@ -173,12 +177,12 @@ def add(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def has_exponentials(left: Tensor, right: Tensor) -> bool:
-    """Return True if ``exponentials`` should handle these operands, which must be bf16 matrices."""
+    """Return True if ``exponentials`` should be used for the given operands, which must be bf16 matrices."""
     return not torch.compiler.is_compiling() and left.dim() == 2 and takes(left, right)
 
 
 def exponentials(left: Tensor, right: Tensor, bias: Tensor | None, reference: Tensor, sums: Tensor) -> Tensor:
-    """Return ``exp(left · right + bias - reference)``, and add its unrounded row sums to ``sums``.
+    """Return ``exp(left · right + bias - reference)``, and add the sums of the unrounded rows to ``sums``.
 
     Args:
         left: ``[n, m]``, bf16.
@@ -212,7 +216,7 @@ def _widened(bias: Tensor | None) -> Tensor | None:
 
 
 def name_of_arithmetic(dtype: torch.dtype) -> str:
-    """Return the suffix of kernel names for operands of this dtype."""
+    """Return the suffix of kernel names for operands of the given dtype."""
     if dtype is torch.float32:
         return "single"
     return "paired" if pairs() else "widened"

@@ -1,1 +1,1 @@
-"""Provide operations for mixture of experts: routing, permutation and grouped matmuls."""
+"""Provide operations for mixtures of experts: routing, token permutation and grouped matmuls."""

@@ -1,4 +1,4 @@
-"""Compute the router of a mixture of experts, which selects the experts of each token and their weights.
+"""Compute the router of a mixture of experts, which selects experts for each token and weights them.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.
@@ -23,7 +23,7 @@ _EPSILON = 1e-20  # added to the sum of scores that are divided by it
 
 
 class Routing(NamedTuple):
-    """Settings that determine how experts are selected.
+    """Settings of a router that determine how experts are selected.
 
     Attributes:
         topk: the number of experts per token.
@@ -45,12 +45,12 @@ class Routing(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """The number of best experts whose scores are summed per group."""
+        """The number of top experts whose scores are summed to obtain the score of a group."""
         return self.topk // self.chosen_groups if self.chosen_groups else 1
 
 
 def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return each token's weight for each expert (0 if it is not selected), and the selected experts.
+    """Return each token's weight for each expert (0 if the expert is not selected), and the selected experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -75,7 +75,8 @@ def route_tokens(logits: Tensor, routing: Routing, bias: Tensor | None = None) -
 
 
 def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[Tensor, Tensor]:
-    """Return scores for the load-balancing loss, which sum to 1 per token, and the ``topk`` best experts.
+    """Return the scores for the load-balancing loss, which sum to 1 for each token, and the ``topk`` best
+    experts.
 
     Args:
         logits: ``[t, e]``, fp32, bf16 or fp16.
@@ -93,7 +94,7 @@ def routing_scores(logits: Tensor, topk: int, score: str = "softmax") -> tuple[T
 
 
 def balancing_loss(scores: Tensor, tokens_per_expert: Tensor, factor: float | Tensor) -> Tensor:
-    """Return ``factor * sum(scores * tokens_per_expert)``, a scalar.
+    """Return the load-balancing loss ``factor * sum(scores * tokens_per_expert)``, a scalar.
 
     Args:
         scores: ``[t, e]``, from ``routing_scores``.
@@ -190,7 +191,7 @@ def _full(shape: torch.Size, value: float, dtype: torch.dtype, device: torch.dev
 
 
 def _choose(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Return the scores and the indices of the selected experts, best first."""
+    """Return the scores and the indices of the selected experts, with the best expert first."""
     if routing.chosen_groups:
         grouped = scores.unflatten(1, (routing.groups, -1))
         worth = (
@@ -208,7 +209,7 @@ def _map_of(chosen: Tensor, logits: Tensor) -> Tensor:
 
 
 class _SoftmaxOfChosen(torch.autograd.Function):
-    """Softmax over the logits of the selected experts; its gradient is that of a softmax over all experts."""
+    """Softmax over the logits of the selected experts, with the gradient of a softmax over all experts."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -228,7 +229,7 @@ class _SoftmaxOfChosen(torch.autograd.Function):
 
 
 class _Scores(torch.autograd.Function):
-    """Normalized sigmoid or sqrtsoftplus scores of the selected experts or of all experts.
+    """Normalized sigmoid or sqrtsoftplus scores, either of the selected experts or of all experts.
 
     With the weights w = s / sum(s), grad_x = w (grad - sum(w grad)) s'/s: softmax's gradient, times a factor.
     """
@@ -321,7 +322,7 @@ def _kernel_takes(logits: Tensor, routing: Routing) -> bool:
 
 
 def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights ``[t, topk]``, experts (int32, ``[t, topk]``) and scores (fp32, ``[t, e]``)."""
+    """Return weights ``[t, topk]``, selected experts (int32 ``[t, topk]``) and scores (fp32 ``[t, e]``)."""
     import torch_npu
 
     groups = {}
@@ -345,7 +346,7 @@ def _gate(logits: Tensor, routing: Routing, bias: Tensor | None, kind: int) -> t
 
 
 class _SoftmaxByKernel(torch.autograd.Function):
-    """Compute all scores and the selected experts with the kernel, which has a gradient only for sigmoid."""
+    """Compute the scores and the selected experts with a kernel that differentiates only sigmoid scores."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

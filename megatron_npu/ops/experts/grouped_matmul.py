@@ -1,4 +1,4 @@
-"""Compute grouped matmuls, in which each group of rows has its own weight."""
+"""Compute grouped matmuls, in which each group of rows is multiplied by its own weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 
 
 def grouped_matmul(input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply the first ``counts[0]`` rows by ``weight[0]``, the next by ``weight[1]``, and so on.
+    """Multiply the first ``counts[0]`` rows by ``weight[0]``, the next ``counts[1]`` rows by ``weight[1]``,
+    and so on.
 
     Args:
         input: ``[t, k]``, fp32, bf16 or fp16, the rows of each expert together.
@@ -48,7 +49,8 @@ def grouped_linear(
     counts: Tensor | Sequence[int],
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Multiply the first ``counts[0]`` rows by ``weights[0]`` transposed, add ``biases[0]``, and so on.
+    """Apply a separate linear layer to each group of rows, such as ``weights[0]`` and ``biases[0]`` to the
+    first ``counts[0]`` rows.
 
     This is ``grouped_matmul`` for experts with separate weight tensors, which are not copied.
 
@@ -98,7 +100,7 @@ _by_expert = Operation("grouped_matmul_weight_gradient", _by_expert_reference, g
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Compute a grouped matmul, and the gradients of both operands with two more grouped matmuls."""
+    """Compute a grouped matmul, and its gradients with two more grouped matmuls."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -116,7 +118,9 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Compute a grouped matmul with separate weights ``[o, i]``, whose gradients are views of one tensor."""
+    """Compute a grouped matmul with a separate weight ``[o, i]`` for each group; the weights' gradients
+    share one tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:

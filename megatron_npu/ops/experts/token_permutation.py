@@ -1,4 +1,4 @@
-"""Sort tokens by expert, and restore their original order.
+"""Sort tokens by expert, and restore the original order of the tokens.
 
 Source: ``permute`` and ``unpermute`` of megatron-core (``transformer/moe/moe_utils.py``, 0.16.1), for the
 case in which every token goes to the same number of experts and none is dropped.
@@ -15,7 +15,7 @@ from megatron_npu.ops.dispatch import Make, Operation, unsupported_dtype
 def permute_tokens(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token to its experts.
+    """Copy each token once for each of its experts, and sort the copies by expert.
 
     Rows are grouped by expert, and keep the token order within each group.
 
@@ -53,7 +53,7 @@ def unpermute_tokens(
     probs: Tensor | None = None,
     routing_map: Tensor | None = None,
 ) -> Tensor:
-    """Sum the copies of each token, weighted by their probabilities if these are given.
+    """Sum the copies of each token, weighted by the routing probabilities if they are given.
 
     Args:
         rows: ``[t * copies, h]``.
@@ -96,9 +96,7 @@ _unpermute = Operation("unpermute_tokens", _unpermute_reference)
 def _permute_torch(
     tokens: Tensor, routing_map: Tensor, probs: Tensor | None, copies: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the row of each copy: the first row of its expert plus the number of the expert's earlier
-    tokens.
-    """
+    """Permute tokens in plain torch, by computing the row to which each copy of a token belongs."""
     counted = routing_map.cumsum(0)
     ends = counted[-1:].cumsum(1)
     rows = (counted - 1 + ends - counted[-1:]).masked_select(routing_map)  # by token, experts ascending

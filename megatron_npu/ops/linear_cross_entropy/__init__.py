@@ -1,4 +1,4 @@
-"""Fuse the output layer with cross-entropy, so that the full logits are never in memory."""
+"""Fuse the output layer with cross-entropy, so that the full logits are never stored in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def linear_cross_entropy(
     main_grad: Tensor | None = None,
     recompute: bool = True,
 ) -> Tensor:
-    """Return ``logsumexp(z) - z[target]`` of each token, where ``z = hidden · weightᵀ + bias``.
+    """Return the loss ``logsumexp(z) - z[target]`` of each token, where ``z = hidden · weightᵀ + bias``.
 
     Args:
         hidden: ``[..., h]``, fp32, bf16 or fp16.

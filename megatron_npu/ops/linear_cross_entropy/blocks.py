@@ -1,4 +1,6 @@
-"""Compute the fused loss in blocks of the vocabulary, which the backward pass recomputes to save memory."""
+"""Compute the fused loss in blocks of the vocabulary, whose logits the backward pass recomputes to save
+memory.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ _NARROWEST = 512  # words of a block, however many tokens there are: products of
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums are accumulated: fp32, or fp64 for fp64 tensors."""
+    """Return the dtype in which sums are accumulated, which is fp64 for fp64 tensors and fp32 for all
+    others.
+    """
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the rows of ``weight``.
+    """Yield slices of the vocabulary that together cover the rows of ``weight``.
 
     ``hidden`` is ``[t, h]``.
     """
@@ -40,26 +44,28 @@ def vocabulary_blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def part_of(bias: Tensor | None, block: slice) -> Tensor | None:
-    """Return the part of the bias for a block of the vocabulary, or None without a bias."""
+    """Return the part of the bias that belongs to a block of the vocabulary, or None if there is no bias."""
     return None if bias is None else bias[block]
 
 
 def columns(local: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's column in a vocabulary block, ``[t, 1]`` (0 if outside), and whether it is
-    inside.
+    """Return each target's column in a block of the vocabulary, ``[t, 1]``, and a mask of the targets in
+    the block.
     """
     inside = (local >= block.start) & (local < block.stop)
     return (local - block.start).masked_fill(~inside, 0)[:, None], inside[:, None]
 
 
 def predicted_logits(logits: Tensor, local: Tensor, block: slice) -> Tensor:
-    """Return the logits ``[t]`` of the targets inside a vocabulary block, and 0 for other targets."""
+    """Return the logits ``[t]`` of the targets that are in a block of the vocabulary, and 0 for other
+    targets.
+    """
     column, inside = columns(local, block)
     return logits.gather(1, column).to(precise(logits)).mul_(inside).squeeze(1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Fused loss that computes the normalizer over all blocks.
+    """Fused output layer and loss that computes the normalizer over all blocks of the vocabulary.
 
     The backward pass recomputes the probabilities.
     """
@@ -96,7 +102,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """Accumulates gradients of ``rows``, ``weight`` and the bias from the logits' gradients, block by block.
+    """Accumulate the gradients of ``rows``, ``weight`` and the bias from the gradients of the logits, block
+    by block.
 
     ``rows`` is ``[t, h]``, ``weight`` is ``[v, h]``.
 
@@ -119,9 +126,7 @@ class Gradients:
         self.d_weight = torch.empty_like(weight) if own else None
 
     def add(self, block: slice, grad: Tensor) -> None:
-        """Add the contribution of a block's logits, whose gradient is ``[t, words of the block]`` in the
-        rows' dtype.
-        """
+        """Add the contribution of one block to the gradients, given the gradient of the block's logits."""
         if self.d_rows is not None:
             add_product(self.d_rows, grad, self.weight[block].t())
         if self.d_weight is not None:
@@ -136,7 +141,7 @@ class Gradients:
             self.d_bias[block] = product(grad.t(), self.factors.t()).squeeze(1)
 
     def results(self, hidden: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of rows, weight and bias, in the dtypes of ``hidden``, weight and bias."""
+        """Return the gradients of rows, weight and bias, each in the dtype of the tensor it belongs to."""
         if self.d_rows is None:
             return None, self.d_weight, self.d_bias
         return self.d_rows.to(hidden.dtype).view(hidden.shape), self.d_weight, self.d_bias

@@ -1,4 +1,6 @@
-"""Save exponentials of the logits for the backward pass, so that each block takes only two matmuls."""
+"""Save exponentials of the logits for the backward pass, which then needs only two matmuls per block of
+the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _FIRST = 1024
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Fused loss whose forward pass saves ``e = exp(z - r)``.
+    """Fused output layer and loss whose forward pass saves exponentials of the logits, ``e = exp(z - r)``.
 
     The probabilities are ``e · exp(r - n)``.
 
@@ -80,7 +82,7 @@ class _Exponentials:
             self.fill(self._largest())
 
     def fill(self, reference: Tensor) -> None:
-        """Compute ``exp(z - reference)`` for every block of the logits."""
+        """Compute ``exp(z - reference)`` of the logits z, block by block."""
         self.reference, self.blocks = reference, list[Tensor]()
         self.sums, self.predicted = torch.zeros_like(reference), torch.zeros_like(reference)
         if products.has_exponentials(self.rows, self.weight.t()):
@@ -89,8 +91,8 @@ class _Exponentials:
             self._fill_from_logits()
 
     def _fill_by_products(self) -> None:
-        """Compute matmuls and exponentials in one call, without rounding the logits or writing them to
-        memory.
+        """Compute the matmuls and the exponentials in a single call, without rounding the logits or
+        writing them to memory.
         """
         for block in vocabulary_blocks(self.rows, self.weight):
             words, bias = self.weight[block].t(), part_of(self.bias, block)
@@ -128,7 +130,7 @@ class _Exponentials:
         return product(self.rows, self.weight[block], part_of(self.bias, block))
 
     def normalizer(self) -> Tensor:
-        """Return the logarithm of each row's sum of ``exp(z)``, ``[t]``."""
+        """Return the logarithm of the sum of ``exp(z)`` over each row of the logits z, ``[t]``."""
         return self.reference + self.sums.log()
 
     def is_far_from(self, normalizer: Tensor) -> bool:
@@ -143,7 +145,7 @@ class _Exponentials:
         return torch.stack(maxima).amax(0).to(self.reference.dtype)
 
     def subtract_targets(self, normalizer: Tensor) -> None:
-        """Subtract ``exp(normalizer - reference)`` at the targets.
+        """Subtract ``exp(normalizer - reference)`` from the exponential at each target.
 
         This turns the exponentials there into the logits' gradient.
         """
@@ -154,7 +156,8 @@ class _Exponentials:
 
 
 def _targets_by_block(local: Tensor, blocks: list[slice]) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each vocabulary block, the tokens whose targets are in the block and the targets' columns.
+    """Return, for each block of the vocabulary, the tokens whose targets are in it and the columns of these
+    targets.
 
     Args:
         local: ``[t]``, the targets, some of which are in no block.

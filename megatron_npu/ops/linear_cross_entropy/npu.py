@@ -1,4 +1,4 @@
-"""Compute the fused loss with torch_npu 2.13's kernels, which save no logits (Atlas A2 and later)."""
+"""Compute the fused loss with the kernels of torch_npu 2.13, which save no logits (Atlas A2 and later)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = "npu_fused_linear_online_max_sum"
 
 
 def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
-    """Return the documented limit of the kernels that the tensors exceed, or None."""
+    """Return the documented limit of torch_npu's loss kernels that the tensors exceed, or None."""
     import torch_npu
 
     if not hasattr(torch_npu, _NAME) or not torch_npu.npu.utils.is_support_inf_nan():
@@ -33,7 +33,7 @@ def beyond_kernels(hidden: Tensor, weight: Tensor) -> str | None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Fused loss from three kernels: row statistics, the loss, and both gradients."""
+    """Fused output layer and loss computed by three kernels: row statistics, the loss, and both gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, part: Part) -> Tensor:
@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _ids(target: Tensor, vocab_start: int, words: int) -> Tensor:
-    """Return the ids ``[t]`` relative to this rank's part of the vocabulary.
+    """Return the target ids ``[t]`` relative to this rank's part of the vocabulary.
 
     Ids of other ranks become -1.
 
@@ -80,7 +80,7 @@ def _ids(target: Tensor, vocab_start: int, words: int) -> Tensor:
 def _over_ranks(
     largest: Tensor, sums: Tensor, predicted: Tensor, inside: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the row statistics of all ranks, which are relative to each rank's largest logit."""
+    """Combine the row statistics of all ranks, each of which is relative to that rank's largest logit."""
     if group is None or group.size() == 1:
         return largest, sums, predicted
     over_all = largest.clone()

@@ -1,4 +1,4 @@
-"""Describe a rank's part of the vocabulary and the destination of its weight gradient."""
+"""Describe a rank's part of the vocabulary, and where the gradient of its weight is stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """Non-tensor arguments of an implementation of ``linear_cross_entropy``.
+    """The arguments, other than tensors, of an implementation of ``linear_cross_entropy``.
 
     Attributes:
         start: ``vocab_start``.

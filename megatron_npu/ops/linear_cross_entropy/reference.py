@@ -16,7 +16,7 @@ from megatron_npu.ops.linear_cross_entropy.part import Part
 def reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Part, recompute: bool
 ) -> Tensor:
-    """Return the loss ``[...]``, which autograd differentiates."""
+    """Return the loss ``[...]``, computed so that autograd can differentiate it."""
     if part.main_grad is not None:
         weight = _AddTo.apply(weight, part.main_grad)
     logits = F.linear(hidden, weight, bias)
@@ -25,7 +25,7 @@ def reference(
 
 
 class _AddTo(torch.autograd.Function):
-    """Return the weight unchanged, and add its gradient to ``main_grad``."""
+    """Return the weight unchanged, and add its gradient to ``main_grad`` in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main_grad: Tensor) -> Tensor:

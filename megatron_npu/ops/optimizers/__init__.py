@@ -1,1 +1,1 @@
-"""Provide optimizers and multi-tensor operations."""
+"""Provide optimizers, and operations on lists of tensors."""

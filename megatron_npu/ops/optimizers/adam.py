@@ -1,4 +1,4 @@
-"""Implement Adam and AdamW with the interface of FusedAdam in apex and TransformerEngine."""
+"""Implement Adam and AdamW with the interface of FusedAdam from apex and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_npu.ops.optimizers.narrow_states import Row
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019) in one fused call per group.
+    """Adam (Kingma and Ba 2015) or AdamW (Loshchilov and Hutter 2019), with one fused call per group.
 
     A drop-in replacement for ``apex.optimizers.FusedAdam`` with the same order of arguments: ``step`` is one
     integer per parameter group, and the state is ``exp_avg`` and ``exp_avg_sq`` in fp32. ``load_state_dict``
@@ -83,7 +83,7 @@ class FusedAdam(FusedOptimizer):
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from a copy, a pickle or a state dict, and drop values cached for the old tensors."""
+        """Restore the optimizer from a copy, a pickle or a state dict, and drop its cached values."""
         super().__setstate__(state)
         self._known = {}
 
@@ -136,17 +136,17 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _initialize_shards(self, parameters: list[Any]) -> None:
-        """Create the state of shards that are empty on this rank. All ranks save states in the same order."""
+        """Create the states of empty shards, so that all ranks save states in the same order."""
         for parameter in parameters:
             if hasattr(parameter, "to_local") and parameter.requires_grad and parameter not in self.state:
                 self.initialize_state(parameter)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients by ``factor`` in the next step, without necessarily changing the tensors."""
+        """Multiply the gradients by ``factor`` in the next step; the gradient tensors may stay unchanged."""
         self._factor *= factor
 
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``."""
+        """Update every parameter that has a gradient, and return the result of the function ``closure``."""
         self.written = frozenset()
         try:
             return super().step(closure, **moved)
@@ -179,7 +179,7 @@ class FusedAdam(FusedOptimizer):
                 row.weight.copy_(row.main)
 
     def _without_kernel(self, parameters: list[Tensor], step: AdamStep) -> list[Tensor]:
-        """Update the parameters that the GPU kernel supports, and return the remaining parameters."""
+        """Update the parameters that the GPU kernel supports, and return the other parameters."""
         weights = (self._row(parameter).weight for parameter in parameters)
         first = next((weight for weight in weights if weight.numel()), None)
         if first is None or not adam_update.has_kernel(first):
@@ -198,7 +198,7 @@ class FusedAdam(FusedOptimizer):
         return left
 
     def _for_kernel(self, parameter: Tensor) -> adam_update.Tensors | None:
-        """Return the kernel's inputs for a parameter, or None if the kernel does not support them.
+        """Return the GPU kernel's inputs for a parameter, or None if the kernel does not support it.
 
         The inputs of the last step are reused, with the new gradient, as long as the tensors and their
         devices are the same: inspecting each tensor again took longer than the launch.
@@ -221,7 +221,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def initialize_state(self, parameter: Tensor) -> None:
-        """Create the state of a parameter: zero moments and, if it has one, the main weight."""
+        """Create the optimizer state of a parameter: zero moments and, if it needs one, the main weight."""
         dtypes = self._dtypes_of(parameter)
         state = {
             name: swapped_memory.zeros(parameter, dtype)
@@ -237,7 +237,7 @@ class FusedAdam(FusedOptimizer):
             self.set_scaled_state(parameter, "master_param", parameter.detach())
 
     def _swaps(self, parameter: Tensor, name: str, dtype: torch.dtype) -> bool:
-        """Return True if a state of this parameter is kept in host memory."""
+        """Return True if part of this parameter's optimizer state is in host memory."""
         fp32_moment = name in _MOMENT_NAMES and dtype is torch.float32
         return self.swap_moments and fp32_moment and parameter.device.type == "npu" and parameter.numel() > 0
 
@@ -249,7 +249,7 @@ class FusedAdam(FusedOptimizer):
         return super()._placed(parameter, name, value)
 
     def _dtypes_of(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """Return the names of a parameter's states, with their storage dtypes."""
+        """Return the names of a parameter's optimizer states and the dtypes in which they are stored."""
         precise = torch.promote_types(parameter.dtype, torch.float32)
         dtypes = {name: precise if d is torch.float32 else d for name, d in self._dtypes.items()}
         if not self.master_weights or (parameter.dtype is precise and not self.use_decoupled_grad):
@@ -300,7 +300,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
-        """Return ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of a parameter in fp32, copied if necessary.
+        """Return a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` in fp32, possibly as a copy.
 
         Checkpoints contain fp32 values regardless of the state's dtypes, so that an optimizer with other
         dtypes can load them.
@@ -309,14 +309,14 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` to ``value`` (fp32).
+        """Set a parameter's ``exp_avg``, ``exp_avg_sq`` or ``master_param`` to the fp32 tensor ``value``.
 
         If remainders are stored, the parameter itself becomes the rounded main weight.
         """
         narrow_states.set_unscaled(self._row(parameter, grad=parameter), _PARTS[name], value)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, including decoupled ones.
+        """Clear the gradients, including those in ``decoupled_grad``.
 
         ``set_to_none`` overrides the constructor's setting.
         """
@@ -340,7 +340,7 @@ class FusedAdam(FusedOptimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, of apex's FusedAdam or of torch's Adam and AdamW.
+        """Load a state dict that was saved by this class, by apex's FusedAdam, or by torch's Adam or AdamW.
 
         State that was saved in other dtypes is converted to the dtypes of this optimizer.
 
@@ -366,7 +366,7 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def _convert(self, parameter: Tensor, scales: Tensor | None) -> None:
-        """Convert a parameter's loaded state to this optimizer's dtypes and memory."""
+        """Convert the loaded state of a parameter to the dtypes and the memory that this optimizer uses."""
         loaded = self.state[parameter]
         loaded.pop("scales", None)
         self._scales.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""Compute one step of Adam or AdamW over lists of tensors: the formula, and a kernel for each device."""
+"""Compute one step of Adam or AdamW for lists of tensors, with a reference and one kernel per device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Settings of one Adam step of a parameter group.
+    """Settings of an Adam step for one parameter group.
 
     Attributes:
         number: the number of the step, counted from 1; None means no bias correction.
@@ -50,7 +50,7 @@ def _adam_reference(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one Adam step in place by evaluating the formulas in sequence."""
+    """Perform one Adam step in place, by evaluating the formulas one after another."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -76,7 +76,7 @@ def _adam_torch(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one Adam step with torch's fused kernels, in one pass over memory."""
+    """Perform one Adam step with torch's fused kernels, in one pass over memory."""
     # They always correct by 1 - betaᵗ; at t = inf that is exactly 1.
     number = math.inf if step.number is None else float(step.number)
     at = torch.tensor(number, dtype=torch.float32, device=targets[0].device)
@@ -109,7 +109,7 @@ def _adam_cuda(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one Adam step on a GPU with the same kernel for 16-bit states as for fp32 states.
+    """Perform one Adam step on a GPU, with the same kernel for 16-bit and fp32 states.
 
     The results are therefore bitwise identical to those with fp32 states.
     """
@@ -121,7 +121,7 @@ def _adam_cuda(
 
 
 class Known(NamedTuple):
-    """Kernel inputs of a parameter that are cached between steps, and the values on which they depend.
+    """Kernel inputs of a parameter, cached between steps, with the values on which they depend.
 
     Attributes:
         state: the parameter's optimizer state.
@@ -134,7 +134,7 @@ class Known(NamedTuple):
     tensors: Tensors
 
     def stands(self, state: dict[str, Any] | None, copy: Tensor | None) -> bool:
-        """Return True if the cached tensors and their addresses are unchanged."""
+        """Return True if the cached tensors are still the same objects at the same addresses."""
         weight, _, first, second, rounded = self.tensors
         return (
             state is self.state
@@ -147,12 +147,12 @@ class Known(NamedTuple):
 
 
 def is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True if the kernel supports a gradient of the parameter's shape."""
+    """Return True if a gradient is an ordinary, contiguous fp32 tensor, as the kernel requires."""
     return type(grad) is Tensor and grad.dtype is torch.float32 and grad.is_contiguous()
 
 
 def has_kernel(parameter: Tensor) -> bool:
-    """Return True if our Triton kernel performs the steps on a GPU.
+    """Return True if our Triton kernel should perform the optimizer steps on a GPU.
 
     The kernel is not used while results are verified.
     """
@@ -162,7 +162,7 @@ def has_kernel(parameter: Tensor) -> bool:
 
 
 def update_by_kernel(rows: list[Tensors], step: AdamStep, factor: float) -> None:
-    """Take one Adam step in a single kernel launch, with gradients multiplied by ``factor``."""
+    """Perform one Adam step in a single kernel launch, with the gradients multiplied by ``factor``."""
     beta1, beta2 = step.betas
     correction1 = 1.0 if step.number is None else 1 - beta1**step.number
     correction2 = 1.0 if step.number is None else 1 - beta2**step.number
@@ -189,7 +189,7 @@ def _adam_npu(
     second: list[Tensor],
     step: AdamStep,
 ) -> None:
-    """Take one step with torch_npu's AdamW kernels.
+    """Perform one Adam step with torch_npu's AdamW kernels.
 
     For Adam, which has no kernel, the weight decay is added to the gradient first.
     """

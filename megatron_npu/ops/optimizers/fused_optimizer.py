@@ -1,4 +1,6 @@
-"""Share code between apex-style optimizers: closures, rejected options, exact state dicts, fused updates."""
+"""Define what apex-style optimizers share, such as closures, rejected options, exact state dicts and
+fused updates.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from megatron_npu.ops.optimizers.multi_tensor import group_by_dtypes
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of ``FusedAdam`` and ``FusedSGD``: one fused call per parameter group, device and dtype.
+    """Base class of ``FusedAdam`` and ``FusedSGD``, which make one fused call per parameter group, device and
+    dtype.
 
     Args:
         params: parameters or groups.
@@ -28,14 +31,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for ``copy.deepcopy`` and ``pickle``.
+        """Return the optimizer's attributes for ``copy.deepcopy`` and ``pickle``.
 
         torch's base class omits those of this class.
         """
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._options}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer from a copy, a pickle or a loaded state, and keep the groups' settings.
+        """Restore the optimizer from a copy, a pickle or a loaded state, and keep the settings of the
+        parameter groups.
 
         torch 2.13 adds ``differentiable``, a setting of its own optimizers, to the defaults here. The setting
         would then be added to the groups, and a checkpoint saved after a resume would differ from the one
@@ -45,7 +49,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set the gradients to None or zero.
+        """Set the gradients of all parameters to None or zero.
 
         ``set_to_none`` overrides the constructor's setting.
         """
@@ -53,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **moved: Any) -> Any:
-        """Update every parameter that has a gradient, and return the result of ``closure``.
+        """Update every parameter that has a gradient, and return the result of the function ``closure``.
 
         Raises:
             ValueError: an argument is given that only early versions of apex accept (``grads``, ``scale``,
@@ -76,11 +80,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient tensor that a step uses for a parameter."""
+        """Return the gradient tensor that an optimizer step uses for a parameter."""
         return parameter.grad
 
     def _dense_gradient(self, parameter: Tensor) -> Tensor:
-        """Return the dense gradient of a parameter that has a gradient.
+        """Return a parameter's gradient, which must exist and be dense.
 
         Raises:
             ValueError: the gradient is sparse.
@@ -91,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return grad
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of the same kind of optimizer in apex or torch.
+        """Load a state dict that was saved by this class, or by the corresponding optimizer of apex or torch.
 
         torch casts state to the dtype and device of its parameter, which would round the fp32 moments of a
         16-bit parameter. Therefore, state with the parameter's shape is withheld from torch and loaded as
@@ -116,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def _placed(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Move a loaded state to the device of its parameter."""
+        """Move a parameter's loaded state to the device of the parameter."""
         return value.to(parameter.device)
 
 
@@ -125,7 +129,7 @@ def _shaped(value: Any, shape: torch.Size | None) -> bool:
 
 
 def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]) -> None:
-    """Update the columns of ``rows`` in place by calling ``update`` once per device and dtype.
+    """Update the columns of ``rows`` in place, by calling ``update`` once for each device and dtype.
 
     A row consists of a parameter, its gradient and its state. Rows that torch's fused kernels do not support
     are copied, updated and copied back.
@@ -140,8 +144,7 @@ def update_fused(rows: Sequence[tuple[Tensor, ...]], update: Callable[..., None]
 
 
 def _precise_twins(row: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors as torch's fused kernels require them: in fp32, with the strides of the first
-    tensor.
+    """Convert tensors to fp32 and to the strides of the first tensor, as torch's fused kernels require.
 
     Tensors that differ are copied; for 16-bit weights with main weights, that is only the gradient.
     Otherwise, torch 2.13's kernels for the CPU would be silently wrong: they assume equal strides, and SGD

@@ -1,4 +1,4 @@
-"""Implement multi-tensor norm and scale with the calling convention of ``amp_C``.
+"""Compute norms of lists of tensors and scale them, with the calling convention of ``amp_C``.
 
 Every function is called as ``function(chunk_size, overflow, tensor_lists, ...)``. ``chunk_size`` is part of
 apex's convention and is not used; ``overflow`` is a single integer on the device, which functions that check
@@ -28,8 +28,8 @@ TensorLists = list[list[Tensor]]
 
 
 class MultiTensorApply:
-    """Equivalent of ``apex.multi_tensor_apply.MultiTensorApply``, which calls an operation with its chunk
-    size.
+    """Replacement for ``apex.multi_tensor_apply.MultiTensorApply``, which calls an operation with its
+    chunk size.
     """
 
     available = True
@@ -41,14 +41,14 @@ class MultiTensorApply:
     def __call__(
         self, operation: Callable[..., Any], overflow: Tensor, tensor_lists: TensorLists, *args: Any
     ) -> Any:
-        """Return ``operation(chunk_size, overflow, tensor_lists, *args)``."""
+        """Call an operation, and return ``operation(chunk_size, overflow, tensor_lists, *args)``."""
         return operation(self.chunk_size, overflow, tensor_lists, *args)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of the first list's tensors as one concatenated vector, in fp32 ``[1]``.
+    """Return the L2 norm of all tensors in the first list together, in fp32 ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
@@ -72,14 +72,14 @@ _norms = Operation("multi_tensor_l2norm", _norms_reference, group="multi_tensor"
 
 @_norms.on("cpu", "cuda", "npu", note="`torch._foreach_norm`; CPU tensors in chunks¹")
 def _norms_by_device(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, fp32 ``[n]``."""
+    """Return the L2 norm of each tensor, as an fp32 tensor ``[n]``."""
     if tensors[0].device.type == "cpu":  # also beside an accelerator: an optimizer that is offloaded
         return torch.stack([_norm_in_chunks(tensor) for tensor in tensors])
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
 def _norm_in_chunks(tensor: Tensor) -> Tensor:
-    """Return the L2 norm of a tensor on the CPU, fp32 ``[]``, accurate to 1e-6 at any size."""
+    """Return the L2 norm of a CPU tensor of any size as an fp32 scalar ``[]``, accurate to 1e-6."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() - flat.numel() % _CHUNK
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
@@ -91,7 +91,8 @@ def _norm_in_chunks(tensor: Tensor) -> Tensor:
 def multi_tensor_scale(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write ``source * scale`` to the tensors of the second list.
+    """Multiply the tensors of the first list by ``scale``, and write the results to the tensors of the second
+    list.
 
     The first list contains the sources.
 
@@ -111,7 +112,7 @@ def multi_tensor_scale(
 
 
 def _scale_and_narrow(source: Tensor, target: Tensor, overflow: Tensor | None, scale: float | Tensor) -> None:
-    """Scale in a wider dtype if the target's dtype cannot represent the source exactly."""
+    """Multiply in a wider dtype if the dtype of the target cannot represent the source exactly."""
     wide = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
     product = source.to(wide, copy=True)
     _scale_in_place([product], overflow, scale)
@@ -127,7 +128,8 @@ def _scale_in_place(tensors: list[Tensor], overflow: Tensor | None, scale: float
 
 
 def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
-    """Copy each tensor of ``this`` to its counterpart in ``that``, with the same casts as ``copy_``.
+    """Copy each tensor of ``this`` to the corresponding tensor of ``that``, converting dtypes as ``copy_``
+    does.
 
     The signature is that of Megatron's ``_multi_tensor_copy_this_to_that``, whose overflow flag is ignored,
     because copies are not checked.
@@ -140,7 +142,8 @@ def copy_all(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None
 
 
 class CopiesTogether(TorchFunctionMode):
-    """Context manager that defers ``copy_`` and ``float`` of tensors, and runs all of them together on exit.
+    """Context manager that defers calls of ``copy_`` and ``float``, and performs all of them together on
+    exit.
 
     The context manager is intended for loops over parameters in code that we do not control, which then take
     one launch in total instead of one per parameter. Code inside the context must not read the results of the
@@ -154,7 +157,7 @@ class CopiesTogether(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Defer a copy, and return the tensor to which it will write."""
+        """Defer a copy, and return the tensor that will receive the data."""
         if func is Tensor.copy_ and not kwargs and _alike(*args):
             self._rows.append((args[0], args[1]))
             return args[0]
@@ -172,7 +175,7 @@ class CopiesTogether(TorchFunctionMode):
 
 
 def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
-    """Return True if a ``copy_`` can be batched.
+    """Return True if a call of ``copy_`` can be combined with others.
 
     Both tensors must be on the same device, without broadcasting.
     """
@@ -181,7 +184,7 @@ def _alike(target: Tensor, source: Any, *rest: Any) -> bool:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return this rank's parts of distributed tensors (FSDP), for torch's multi-tensor functions."""
+    """Return this rank's parts of distributed (FSDP) tensors, for torch's multi-tensor functions."""
     tensors = tuple(tensors)
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
@@ -233,7 +236,8 @@ def _scale_cuda(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
 
 
 def group_by_dtypes(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield columns of the rows of tensors for torch's fused kernels, one batch per device and dtypes.
+    """Yield batches of tensors for torch's fused kernels, each on one device and with one combination of
+    dtypes.
 
     The tensors of a row are on one device; their dtypes may differ.
     """

@@ -51,12 +51,12 @@ class Row:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the row except the scales."""
+        """All tensors of the row other than the scales."""
         return self.weight, self.grad, self.first, self.second, self.main
 
 
 def update_in_blocks(rows: Iterable[Row], update: Update) -> None:
-    """Update the rows in place, block by block.
+    """Update rows of parameters and states in place, one block of values at a time.
 
     All rows of a block have the same dtypes.
 
@@ -88,7 +88,7 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _cut(row: Row) -> Iterator[Row]:
-    """Yield the pieces of a large row.
+    """Split a large row of tensors into pieces, and yield them.
 
     Pieces that are copies are written back at the end.
     """
@@ -119,7 +119,7 @@ def _update_block(rows: Sequence[Row], update: Update) -> None:
 
 
 def _flat(column: list[Tensor]) -> Tensor:
-    """Concatenate the tensors of a column into one vector.
+    """Concatenate a list of tensors into one vector.
 
     A single contiguous tensor is not copied.
     """
@@ -128,13 +128,13 @@ def _flat(column: list[Tensor]) -> Tensor:
 
 
 def _shaped(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Return views of ``flat`` with the shapes of ``like``."""
+    """Return views of the vector ``flat`` that have the shapes of the tensors in ``like``."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of a column contiguous in fp32 or wider.
+    """Return a list of tensors converted to contiguous tensors in fp32 or wider.
 
     Tensors are copied only if necessary.
     """
@@ -147,7 +147,7 @@ def _widen(column: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
 
 
 def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> None:
-    """Store the tensors that ``_widen`` returned in their original dtypes, with new scales.
+    """Store the tensors that ``_widen`` returned in their original dtypes, and compute new scales.
 
     ``wide`` is modified.
     """
@@ -160,7 +160,7 @@ def _narrow(column: list[Tensor], wide: list[Tensor], scales: list[Tensor]) -> N
 
 
 def _scales(wide: list[Tensor]) -> list[Tensor]:
-    """Return the divisor, fp32 ``[]``, that brings each tensor into the range of fp16.
+    """Return, for each tensor, the divisor (fp32 ``[]``) that brings its values into the range of fp16.
 
     It is 1 for zeros.
     """
@@ -169,7 +169,7 @@ def _scales(wide: list[Tensor]) -> list[Tensor]:
 
 
 def _flags(second: Tensor) -> Tensor:
-    """Return the positions at which second moments have a minus sign, including -0.
+    """Return a mask of the second moments that have a minus sign, including -0.
 
     NaN does not count, because its sign has no meaning.
     """
@@ -178,14 +178,16 @@ def _flags(second: Tensor) -> Tensor:
 
 
 def _join(weights: list[Tensor], main: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    """Reconstruct the main weights in fp32, and clear the flags in the second moments."""
+    """Reconstruct the main weights in fp32, and clear the flags that are stored in the signs of the
+    second moments.
+    """
     flags = _flags(_flat(second))
     torch._foreach_abs_(second)
     return _shaped(remainders.join(_flat(weights), _flat(main), flags), weights)
 
 
 def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide: list[Tensor]) -> None:
-    """Store the rounded main weights in the weights, and the remainders in ``main``.
+    """Store the rounded main weights in the model's weights, and the remainders in ``main``.
 
     The flags are stored in the second moments.
     """
@@ -197,7 +199,7 @@ def _split(weights: list[Tensor], main: list[Tensor], second: list[Tensor], wide
 
 
 def unscaled(row: Row, name: str) -> Tensor:
-    """Return ``first``, ``second`` or ``main`` of a row in fp32.
+    """Return the ``first`` moment, the ``second`` moment or the ``main`` weight of a parameter in fp32.
 
     The result is a copy unless it is already fp32.
     """
@@ -212,7 +214,7 @@ def unscaled(row: Row, name: str) -> Tensor:
 
 
 def set_unscaled(row: Row, name: str, value: Tensor) -> None:
-    """Set ``first``, ``second`` or ``main`` of a row.
+    """Set the ``first`` moment, the ``second`` moment or the ``main`` weight of a parameter from fp32 values.
 
     Setting the main weight also updates the weight.
     """
@@ -230,5 +232,5 @@ def set_unscaled(row: Row, name: str, value: Tensor) -> None:
 
 
 def is_narrow(row: Row) -> bool:
-    """Return True if any optimizer state of a row is stored in fewer than 32 bits."""
+    """Return True if any optimizer state of a parameter is stored in fewer than 32 bits."""
     return any(tensor.dtype.itemsize < 4 for tensor in (row.first, row.second, row.main))

@@ -1,4 +1,4 @@
-"""Split an fp32 number exactly into its bf16 rounding and a 16-bit remainder.
+"""Split an fp32 number exactly into a bf16 number, to which it is rounded, and a 16-bit remainder.
 
 ``weight`` is the bf16 number nearest to ``main`` (ties to even, as ``Tensor.to`` rounds). With both read as
 integers, ``main = (weight << 16) + remainder``, and the remainder is from -32768 to 32768, one value more
@@ -16,7 +16,8 @@ _TIE = 1 << 15
 
 
 def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the bf16 weight, the int16 remainder, and a boolean flag for ties that were rounded down.
+    """Return the bf16 roundings of fp32 numbers, the int16 remainders, and flags for ties that were rounded
+    down.
 
     Args:
         main: fp32, of any shape, contiguous. NaN stays NaN, though its bits may change.
@@ -28,7 +29,7 @@ def split(main: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(weight: Tensor, remainder: Tensor, rounded_down: Tensor) -> Tensor:
-    """Return the fp32 numbers that ``split`` has split, as a new tensor."""
+    """Reconstruct the fp32 numbers that ``split`` has split, in a new tensor."""
     bits = weight.float().view(torch.int32)
     bits.add_(remainder).add_(rounded_down, alpha=2 * _TIE)
     return bits.view(torch.float32)

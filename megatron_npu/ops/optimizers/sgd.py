@@ -15,7 +15,7 @@ from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_f
 
 @dataclass(frozen=True)
 class SgdStep:
-    """Settings of one SGD step of a parameter group.
+    """Settings of an SGD step for one parameter group.
 
     Attributes:
         lr: the learning rate.
@@ -117,7 +117,7 @@ def _sgd_reference(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """Take one SGD step in place.
+    """Perform one SGD step in place, by evaluating the formulas one after another.
 
     ``buffers`` is empty without momentum and is filled at the first step.
     """
@@ -145,7 +145,7 @@ def _sgd_torch(
     buffers: list[Tensor],
     step: SgdStep,
 ) -> None:
-    """Take one SGD step with torch's fused kernel.
+    """Perform one SGD step with torch's fused kernel.
 
     The kernel makes one pass over memory, or two if decay is applied after the momentum.
     """

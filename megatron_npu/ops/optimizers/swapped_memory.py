@@ -1,4 +1,4 @@
-"""Allocate NPU tensors in host memory that NPU kernels access in place.
+"""Allocate NPU tensors in host memory, where NPU kernels read and write them directly.
 
 torch_npu documents such tensors for ``fill_``, ``zero_`` and ``npu_apply_adam_w``, and CANN documents such
 memory for copies; other operations on them have not been tested on hardware.
@@ -29,12 +29,12 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(tensor: Tensor, like: Tensor) -> Tensor:
-    """Move ``tensor`` from any device to host memory that the device of ``like`` can access."""
+    """Move ``tensor`` from any device to host memory that is accessible to the device of ``like``."""
     return tensor if is_swapped(tensor) else zeros(like, tensor.dtype).copy_(tensor)
 
 
 def is_swapped(tensor: Tensor) -> bool:
-    """Return True if this module created ``tensor`` itself.
+    """Return True if ``tensor`` was created by this module.
 
     A view or a copy does not count.
     """

@@ -1,4 +1,6 @@
-"""Compute linear layers with faster CPU matmuls, skipping rows without gradients in the backward pass."""
+"""Compute linear layers with faster CPU matmuls and with a backward pass that skips rows without a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``left · rightᵀ + bias`` of matrices on any device.
+    """Return ``left · rightᵀ + bias`` for matrices on any device.
 
     On a CPU, the faster library is used.
     """
@@ -105,7 +107,7 @@ def _has_faster(tensor: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``torch.matmul(left, right)``, using the faster library if ``right`` is a matrix.
+    """Return ``torch.matmul(left, right)``, computed by a faster CPU library if ``right`` is a matrix.
 
     Args:
         left: ``[..., m]``.
@@ -119,7 +121,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left · rightᵀ`` to ``total``, in one call if an accumulating matmul is available.
+    """Add ``left · rightᵀ`` to ``total``, in a single call if the device has an accumulating matmul.
 
     Args:
         total: ``[n, k]``, fp32 or in the operands' dtype; changed in place.
@@ -139,8 +141,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _gpu_adds(total: Tensor, left: Tensor) -> bool:
-    """Return True if the GPU's 16-bit matmuls can accumulate into fp32 without rounding (torch 2.8 or
-    later).
+    """Return True if the GPU's 16-bit matmuls can accumulate into an fp32 tensor without rounding (torch
+    2.8 or later).
     """
     if not left.is_cuda or total.dtype is not torch.float32 or left.dtype not in _HALVES:
         return False
@@ -158,7 +160,9 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _fit(left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
-    """Return True if these are matrices of one dtype that can be multiplied, with a matching bias or none."""
+    """Return True if the operands are matrices of the same dtype that can be multiplied, with a matching
+    bias or no bias.
+    """
     if left.dim() != 2 or right.dim() != 2 or left.size(1) != right.size(1) or left.dtype is not right.dtype:
         return False
     return bias is None or (bias.dtype is left.dtype and bias.shape == (right.size(0),))
@@ -209,7 +213,7 @@ in_a_graph = _CpuLinear.apply  # what torch.compile sees of ``linear`` on a CPU
 
 
 def _rows_alive(grad: Tensor) -> Tensor | None:
-    """Return the indices of the nonzero rows, or None if too few rows can be skipped."""
+    """Return the indices of nonzero rows, or None if skipping the other rows would save too little time."""
     if not looks_for_dead_rows(grad.size(1)) or torch.compiler.is_compiling():
         return None
     alive = grad.any(1).nonzero().squeeze(1)

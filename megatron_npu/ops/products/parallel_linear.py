@@ -1,4 +1,4 @@
-"""Compute linear layers with tensor and sequence parallelism, with the matmul fused with the collective.
+"""Compute linear layers with tensor and sequence parallelism, with each matmul fused with its collective.
 
 For NPUs: ``npu_all_gather_base_mm`` and ``npu_mm_reduce_scatter_base`` multiply parts that have arrived while
 others are in transit. The communication is that of Megatron's layers (Korthikanti et al. 2022, "Reducing
@@ -25,7 +25,8 @@ WeightGradient = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def beyond(weight: Tensor, ranks: int) -> str | None:
-    """Return the documented limit of the operations (torch_npu 2.13) that a parallel layer exceeds, or None.
+    """Return the documented limit of torch_npu 2.13's fused operations that a parallel layer exceeds, or
+    None.
 
     Args:
         weight: ``[h_out, h_in]``, this rank's part.
@@ -50,7 +51,7 @@ def beyond(weight: Tensor, ranks: int) -> str | None:
 def gathered_linear(
     input: Tensor, weight: Tensor, group: dist.ProcessGroup, weight_gradient: WeightGradient
 ) -> Tensor:
-    """Gather the ranks' parts of a sequence and multiply by the weight.
+    """Gather the ranks' parts of a sequence, and multiply the whole sequence by the weight.
 
     This is a column-parallel layer without a bias.
 
@@ -72,7 +73,7 @@ def gathered_linear(
 def scattered_linear(
     input: Tensor, weight: Tensor, group: dist.ProcessGroup, weight_gradient: WeightGradient
 ) -> Tensor:
-    """Multiply by the weight, sum over the ranks, and keep one part of the sequence.
+    """Multiply by the weight, sum the products over the ranks, and keep this rank's part of the sequence.
 
     This is a row-parallel layer.
 
@@ -156,6 +157,6 @@ def _multiply_and_scatter(rows: Tensor, factor: Tensor, group: dist.ProcessGroup
 
 
 def _communicator(group: dist.ProcessGroup) -> str:
-    """Return the name of the group's HCCL communicator, creating the communicator if necessary."""
+    """Return the name of a process group's HCCL communicator, creating the communicator if necessary."""
     backend: Any = group._get_backend(torch.device("npu"))
     return backend.get_hccl_comm_name(dist.get_rank())

@@ -1,4 +1,4 @@
-"""Accumulate the weight gradient of a linear layer directly into the gradient buffer."""
+"""Add the weight gradient of a linear layer directly to the gradient buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NPU_SIZE = 65536  # npu_grouped_matmul_add of torch_npu 2.13 takes sizes below
 
 
 def accumulate_weight_gradient(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add ``grad_outputᵀ · input`` to ``main_grad``, in one pass if the device has an accumulating matmul.
+    """Add ``grad_outputᵀ · input`` to ``main_grad``, in a single pass if the device has an accumulating
+    matmul.
 
     The device has one if all dtypes are equal, and for 16-bit operands and an fp32 buffer on an NPU and,
     since torch 2.8, on a GPU. Otherwise (a 16-bit model with an fp32 buffer on a cpu), the product is rounded
@@ -82,7 +83,9 @@ def _beyond_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> str | 
     limits="sizes below 65,536",
 )
 def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Accumulate the gradient with the experts' grouped matmul, using a single group for all rows."""
+    """Accumulate the weight gradient with the experts' grouped matmul, treating all rows as a single
+    group.
+    """
     import torch_npu
 
     if not _for_npu_kernel(input, main_grad):
@@ -94,7 +97,7 @@ def _accumulate_npu(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> No
 
 @lru_cache_tensors(maxsize=16)
 def _rows(count: int, device: torch.device) -> Tensor:
-    """Return the row count as a tensor ``[1]`` on the device.
+    """Return the number of rows as a tensor ``[1]`` on the device.
 
     All layers of a model share the tensor.
     """

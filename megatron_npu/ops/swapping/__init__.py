@@ -1,4 +1,6 @@
-"""Replace parts of a Transformers or custom model with this project's operations, and restore them."""
+"""Replace parts of a Transformers model or a custom model with this project's operations, and undo the
+replacements.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _CALLS_LEFT: dict[str, Mapping[nn.Module, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """The outcome of ``swap`` for one part of the model.
+    """What ``swap`` has done with one part of a model, and the reason.
 
     Attributes:
         where: the path of the part in the model; empty for the model itself.
@@ -60,7 +62,7 @@ class Entry:
 
 @dataclass
 class Swapped:
-    """The result of ``swap`` for a model."""
+    """The result of calling ``swap`` for a model."""
 
     model: weakref.ReferenceType[nn.Module]
     entries: list[Entry] = field(default_factory=list)
@@ -68,7 +70,9 @@ class Swapped:
 
     @property
     def ledger(self) -> list[Entry]:
-        """Return one entry per part of the model, including reasons that later calls have recorded."""
+        """Return one entry per part of the model, including reasons that calls of the model have recorded
+        since then.
+        """
         model = self.model()
         modules = {} if model is None else dict(model.named_modules())
         found = []
@@ -78,7 +82,7 @@ class Swapped:
         return found
 
     def lines(self) -> list[str]:
-        """Return the entries as readable text.
+        """Return the entries as readable lines of text.
 
         The same part of all layers is on one line.
         """

@@ -1,4 +1,4 @@
-"""Replace activation functions and gated MLPs, which are recognized by their results."""
+"""Replace activation functions and gated MLPs, which are recognized by the values that they compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the replacement for an activation function."""
+    """Return our replacement for a module that is an activation function."""
     if (
         type(module).__module__ not in _HOMES
         or not is_leaf(module)
@@ -49,8 +49,8 @@ def recognise(module: nn.Module) -> Found:
 
 
 def curve_of(module: nn.Module) -> str | None:
-    """Return the name of an activation function (``gelu``, ``gelu_tanh`` or ``silu``) from its values on -6
-    to 6.
+    """Return the name of an activation function (``gelu``, ``gelu_tanh`` or ``silu``), recognized by its
+    values on -6 to 6.
     """
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     try:
@@ -63,7 +63,7 @@ def curve_of(module: nn.Module) -> str | None:
 
 
 def _wavy(module: nn.Module) -> bool:
-    """Return True if a module is similar to GELU but matches neither of its two forms."""
+    """Return True if the class name of a module contains GELU, although it computes neither form of GELU."""
     return "gelu" in type(module).__name__.lower()
 
 
@@ -76,7 +76,9 @@ def _tanh(module: Any, input: Tensor) -> Tensor:
 
 
 def recognise_gated(module: Any) -> Found:
-    """Return the replacement for an MLP ``down(curve(gate(x)) * up(x))``, whatever the names of its parts."""
+    """Return the replacement for an MLP that computes ``down(curve(gate(x)) * up(x))``, with any
+    attribute names.
+    """
     parts = _gated_parts(module)
     if parts is None:
         return None
@@ -108,7 +110,9 @@ def recognise_gated(module: Any) -> Found:
 
 
 def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
-    """Return the names of the two parallel layers, of the last layer and of the curve, or None."""
+    """Return the names of an MLP's two parallel layers, of its last layer and of its activation function,
+    or None.
+    """
     linears = {name: child for name, child in module.named_children() if has_forward_of(child, nn.Linear)}
     others = [child for name, child in module.named_children() if name not in linears]
     functions = [child for child in others if not isinstance(child, nn.Dropout)]
@@ -122,7 +126,7 @@ def _gated_parts(module: Any) -> tuple[str, str, str, str | None] | None:
 
 
 def _leads_back(linears: dict[str, Any], first: str, second: str, down: str) -> bool:
-    """Return True if ``down`` maps back from the two parallel layers.
+    """Return True if the layer ``down`` maps the output of the two parallel layers back to their input size.
 
     Among square layers, ``down`` is the last one.
     """

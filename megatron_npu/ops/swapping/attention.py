@@ -28,12 +28,12 @@ calls_left: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionar
 
 
 def asks_the_registry(module: nn.Module) -> bool:
-    """Return True if the module looks up its attention function in Transformers' registry."""
+    """Return True if a module looks up its attention function in Transformers' registry."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
 def choose_in_configs(model: nn.Module) -> Iterator[tuple[str, str | Callable[[], None]]]:
-    """Enable our attention in the config of each Transformers model inside ``model``.
+    """Select our attention in the config of each Transformers model inside ``model``.
 
     Yields:
         For each config, the path of the model, and either a function that undoes the change or the reason why
@@ -60,7 +60,7 @@ _theirs: dict[str, Callable[..., Any]] = {}  # functions of Transformers, found 
 
 
 def _register() -> None:
-    """Add our functions to Transformers' registries.
+    """Add our attention and mask functions to Transformers' registries.
 
     The registries are imported when a Transformers model is found.
     """
@@ -82,7 +82,7 @@ def make_mask(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """Return a mask for ``attend``, which is True for visible keys like Transformers' mask for SDPA.
+    """Return the mask for ``attend``, which is True for visible keys, like Transformers' mask for SDPA.
 
     A mask with padding only is ``[b, 1, 1, sk]``, also in a decoder, because ``attend`` applies the causal
     mask itself, so that no ``[b, 1, sq, sk]`` mask is built.
@@ -112,7 +112,7 @@ def make_mask(
 
 
 def _is_limited(further: dict[str, Any]) -> bool:
-    """Return True if the requested mask hides more than padding and future keys."""
+    """Return True if the requested mask does more than hide padding and future keys."""
     return further.get("local_size") is not None or further.get("use_vmap", False)
 
 
@@ -168,7 +168,7 @@ def attend(
 
 
 def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
-    """Cast the tensors to autocast's dtype, as torch's attention does.
+    """Cast the tensors to the dtype that autocast requires, as torch's attention does.
 
     Rotary embedding may have widened some of them.
     """
@@ -180,7 +180,7 @@ def _as_autocast_wants(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _has_triangle(module: nn.Module, mask: Tensor | None, is_causal: bool | None) -> bool:
-    """Return True if future keys are hidden in addition to the keys that the mask hides."""
+    """Return True if future keys must be hidden in addition to the keys that the mask hides."""
     if mask is not None and mask.size(2) > 1:
         return False  # a mask with a row for each query says all
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -193,7 +193,7 @@ _outside_the_graph = torch.compiler.disable(
 
 
 def _not_ours(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> str | None:
-    """Return the reason why our attention does not support a call, or None if it does."""
+    """Return the reason why our attention does not support a call, or None if it supports the call."""
     for name, what in (
         ("position_bias", "it adds a position bias to the scores"),
         ("softcap", "it caps the scores"),
@@ -245,7 +245,7 @@ def _written_out(
     causal: bool,
     **further: Any,
 ) -> Any:
-    """Call ``eager_attention_forward`` from the model's own file.
+    """Call the function ``eager_attention_forward`` from the source file of the model.
 
     This function adds masks to the scores.
     """
@@ -262,7 +262,7 @@ def _written_out(
 
 
 def masked(seen: Tensor) -> Tensor:
-    """Return the inverse of the mask ``seen``, in torch's convention.
+    """Convert the mask ``seen``, which is True for visible keys, to torch's convention.
 
     The inverse is computed once for all layers.
     """

@@ -1,4 +1,4 @@
-"""Describe the result of recognizing a module, and provide checks shared by all replacements."""
+"""Describe the result of recognizing a module, and provide checks that all replacements use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_npu import devices
 
 
 class Replacement(NamedTuple):
-    """A forward method that replaces a module's own.
+    """A forward method that replaces the forward method of a module.
 
     Attributes:
         what: the module's part in the model, such as ``norm``.
@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A module that looks replaceable but is kept, with the reason."""
+    """A module that is left unchanged although it looks replaceable, with the reason."""
 
     what: str
     why: str
@@ -46,7 +46,8 @@ Found = Replacement | Left | None
 
 
 def bound_elsewhere(tensor: Tensor) -> bool:
-    """Return True if operations are bound to another device, so that the module's own forward must run.
+    """Return True if operations are bound to another device, so that a module must run its original forward
+    method.
 
     This is also the case while a graph is compiled: the compiler fuses element-wise work better than any
     operation.
@@ -55,7 +56,7 @@ def bound_elsewhere(tensor: Tensor) -> bool:
 
 
 def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of the module's class."""
+    """Call the forward method of a module's class, instead of its replacement."""
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -65,14 +66,15 @@ def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
-    """Return the names of globals and attributes that the forward of the module's class uses."""
+    """Return the names of globals and attributes that the forward method of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()
 
 
 @contextlib.contextmanager
 def called_as(name: str, ours: Callable[..., Any], module: nn.Module) -> Iterator[None]:
-    """Replace a function of ``torch.nn.functional`` in the forward of a module, only in this thread.
+    """Replace a function of ``torch.nn.functional`` in the current thread while a module's forward method
+    runs.
 
     A ``TorchFunctionMode`` is not used: it would intercept every torch call, including those in the guards of
     compiled blocks, and dynamo (torch 2.13) would compile a graph for each number compared there.
@@ -107,7 +109,8 @@ def _plain(function: Any) -> Any:
 
 
 def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], more: int) -> None:
-    """Count the blocks that are currently active.
+    """Count the active blocks that replace a function, and install or remove the function that looks up
+    replacements.
 
     Inside any block, the dispatching function is installed.
     """
@@ -119,7 +122,7 @@ def _count(places: list[dict[str, Any]], name: str, theirs: Callable[..., Any], 
 
 @functools.cache
 def _asking(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that looks up the replacement of the current thread at each call."""
+    """Return a function that, at each call, looks up the replacement for the current thread."""
 
     @functools.wraps(theirs)
     def asking(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +145,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def agrees(actual: Any, expected: Tensor, tolerance: float) -> bool:
-    """Return True if a probe's result equals ``expected`` within a fraction of the largest value."""
+    """Return True if the result of a test call equals ``expected``, to within a fraction of the largest
+    value.
+    """
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
         return False
     error = (actual.double() - expected.double()).abs().max()

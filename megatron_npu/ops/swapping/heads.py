@@ -1,4 +1,4 @@
-"""Fuse a language model's output layer with its loss, and compute logits only on request."""
+"""Fuse a language model's output layer with its loss, and compute the logits only when they are needed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class Unmade(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer size and similar queries directly, and compute the logits for all other functions."""
+        """Answer queries such as the size without the logits, and compute the logits for all other torch
+        functions.
+        """
         if func in _KNOWN_WITHOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -89,12 +91,12 @@ class Unmade(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares a function in its place
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func`` with the logits after computing them."""
+        """Compute the logits, and call ``func`` with them."""
         args, kwargs = tree_map_only(Unmade, Unmade.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _as_rows(self, shape: tuple[Any, ...]) -> Unmade | None:
-        """Return a view whose last dimension is the vocabulary.
+        """Return a view of the deferred logits whose last dimension is the vocabulary.
 
         Return None if another shape is requested.
         """
@@ -105,7 +107,7 @@ class Unmade(Tensor):
         return Unmade(self._layer, hidden, self._weight, self._bias, viewed=self)
 
     def losses(self, target: Tensor, ignored: int) -> Tensor | None:
-        """Return the loss per token ``[t]`` in fp32.
+        """Return the loss of each token, ``[t]``, in fp32.
 
         The loss is 0 where ``target`` ``[t]`` is ``ignored``.
 
@@ -135,7 +137,7 @@ class Unmade(Tensor):
         return self._made is not None or (self._viewed is not None and self._viewed._is_made())
 
     def whole(self) -> Tensor:
-        """Compute and return the logits.
+        """Compute the logits, and return them.
 
         Raises:
             RuntimeError: the weights changed before the logits were first used.
@@ -158,7 +160,7 @@ class Unmade(Tensor):
 
 
 class _Steps:
-    """Counter of the steps that all optimizers of this process take."""
+    """Counter of the steps that all optimizers of this process have performed."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -172,7 +174,7 @@ _steps = functools.cache(_Steps)
 
 
 def _changes(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """Return values that change when the weight or the bias changes.
+    """Return values that differ after the weight or the bias has changed.
 
     Multi-tensor functions of torch_npu 2.13 (``_foreach_add_``), which optimizers call, do not count as
     changes in ``_version``; on an NPU, any optimizer's step therefore counts as one.
@@ -200,7 +202,7 @@ _KNOWN_WITHOUT = {
 
 
 def recognise(model: Any) -> tuple[str, Found]:
-    """Return the path of a model's output layer, and its replacement or the reason why it is kept.
+    """Return the path of a model's output layer, with its replacement or the reason why it is left unchanged.
 
     Args:
         model: a model whose vocabulary loss has been replaced with ours.
@@ -221,7 +223,7 @@ def recognise(model: Any) -> tuple[str, Found]:
 
 
 def has_taken(module: nn.Module) -> bool:
-    """Return True if a module is an output layer whose forward is already replaced."""
+    """Return True if a module is an output layer whose forward method is already replaced."""
     return getattr(vars(module).get("forward"), "__func__", None) in (_of_linear_operation, _of_torch)
 
 
@@ -234,7 +236,7 @@ def _of_torch(module: Any, input: Tensor) -> Tensor:
 
 
 def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the logits, deferred if their gradients are needed.
+    """Return the logits, or deferred logits if gradients are needed.
 
     Logits with gradients are for a loss.
     """
@@ -250,7 +252,7 @@ def _logits(module: Any, input: Tensor, plain: Callable[[Any, Tensor], Tensor]) 
 
 
 def _is_for_a_loss(module: Any, given: tuple[Tensor, ...]) -> bool:
-    """Return True if gradients of the logits are needed and no code is known to read all logits.
+    """Return True if the logits need gradients, and no code is known that reads all of the logits.
 
     Args:
         module: the output layer.

@@ -1,4 +1,4 @@
-"""Replace linear layers and dropout with operations that are faster than torch's on a CPU."""
+"""Replace linear layers and dropout with our operations, which are faster than torch's on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_npu.ops.swapping.found import (
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the replacement for a linear layer or a dropout on a CPU."""
+    """Return the replacement for a linear layer or a dropout module on a CPU."""
     if devices.current().name != "cpu":
         return None  # torch's own, there
     if has_forward_of(module, nn.Dropout):
@@ -41,7 +41,7 @@ def recognise(module: nn.Module) -> Found:
 
 
 def _is_conv1d(module: Any, weight: Tensor) -> bool:
-    """Return True if a probe shows that a module is a linear layer with a transposed weight, as in GPT-2."""
+    """Return True if a test shows that a module is a linear layer with a transposed weight, as in GPT-2."""
     if not is_leaf(module) or "addmm" not in names_in_forward(module) or weight.device.type == "meta":
         return False
     bias = getattr(module, "bias", None)
@@ -54,7 +54,7 @@ def _is_conv1d(module: Any, weight: Tensor) -> bool:
 
 
 def forward(module: Any, input: Tensor) -> Tensor:
-    """Compute ``nn.Linear`` with our operation if it supports the call."""
+    """Compute ``nn.Linear`` with our operation if the operation supports the call, otherwise with torch."""
     return _either(module, input, transposed=False)
 
 
@@ -77,8 +77,8 @@ def _either(module: Any, input: Tensor, transposed: bool) -> Tensor:
 
 
 def _is_torchs(input: Tensor, dtype: torch.dtype, autocast: bool, *, rows: int) -> bool:
-    """Return True if torch should compute the layer, because it is on another device or torch is not
-    slower.
+    """Return True if torch should compute the layer, because of its device or because our operation is
+    not faster.
     """
     in_graph = torch.compiler.is_compiling()
     if input.device.type != "cpu" if in_graph else bound_elsewhere(input):

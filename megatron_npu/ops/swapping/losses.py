@@ -1,4 +1,6 @@
-"""Replace vocabulary losses: Transformers' loss functions, torch's module, and calls in forward methods."""
+"""Replace Transformers' loss functions, torch's loss module, and calls in forward methods that compute a
+loss over a vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _BY = f"cross_entropy, for {_SMALLEST} or more classes"
 
 
 def recognise(module: Any) -> Found:
-    """Return the replacement for torch's loss module, or for a forward that calls the loss function."""
+    """Return the replacement for torch's loss module, or for a module whose forward method calls torch's
+    loss.
+    """
     if has_forward_of(module, nn.CrossEntropyLoss):
         reason = _beyond(module.weight, module.reduction, module.label_smoothing)
         return Left("loss", reason) if reason else Replacement("loss", _BY, _with_our_loss)
@@ -41,7 +45,9 @@ def recognise(module: Any) -> Found:
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
-    """Return the replacement for a Transformers model's ``loss_function``, or the reason why it is kept."""
+    """Return the replacement for a Transformers model's ``loss_function``, or the reason why it is left
+    unchanged.
+    """
     if not hasattr(type(model), "loss_function") or "loss_function" not in names_in_forward(model):
         return None
     theirs = model.loss_function
@@ -52,7 +58,9 @@ def loss_function_of(model: nn.Module) -> Callable[..., Tensor] | str | None:
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return True if a model's vocabulary loss is replaced, in its forward or in a loss module inside it."""
+    """Return True if a model's vocabulary loss is replaced, in its forward method or in a loss module
+    that it contains.
+    """
     own = [child for child in model.children() if has_forward_of(child, nn.CrossEntropyLoss)]
     return any(isinstance(recognise(part), Replacement) for part in (model, *own))
 
@@ -66,7 +74,9 @@ def _causal_lm(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Compute Transformers' ``ForCausalLMLoss``, in which the tokens before position n predict token n."""
+    """Compute Transformers' ``ForCausalLMLoss``, in which each token is predicted from the tokens before
+    it.
+    """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return _masked_lm(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -80,7 +90,9 @@ def _masked_lm(
     ignore_index: int = -100,
     **others: Any,
 ) -> Tensor:
-    """Compute Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without logits."""
+    """Compute Transformers' ``ForMaskedLMLoss`` without an fp32 copy of the logits, or without the logits
+    at all.
+    """
     target = labels.reshape(-1).to(logits.device)
     losses = None
     if isinstance(logits, heads.Unmade) and logits.size(-1) == vocab_size:
@@ -121,7 +133,8 @@ def _torch_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``F.cross_entropy`` (``theirs``) with our operation.
+    """Compute ``F.cross_entropy`` with our operation if possible, and otherwise with the original function
+    ``theirs``.
 
     The result has the dtype of torch's result.
     """
@@ -137,13 +150,13 @@ def _torch_loss(
 
 
 def _is_of_tokens(input: Tensor, target: Tensor) -> bool:
-    """Return True if this is a loss over tokens on our device, with a sufficiently large vocabulary."""
+    """Return True if the loss is computed over tokens on our device, with a sufficiently large vocabulary."""
     tokens = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return tokens and input.size(1) >= _SMALLEST and input.device.type == devices.current().name
 
 
 def _dtype_of_torchs_loss(input: Tensor) -> torch.dtype:
-    """Return the dtype of ``F.cross_entropy``'s result.
+    """Return the dtype of the result of ``F.cross_entropy``.
 
     Autocast computes it in fp32.
     """

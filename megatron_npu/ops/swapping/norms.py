@@ -1,4 +1,4 @@
-"""Replace layer norm and RMS norm.
+"""Replace layer norm and RMS norm modules with our operations.
 
 torch's modules are recognized by class, and others by their results.
 """
@@ -28,7 +28,7 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the replacement for a norm."""
+    """Return our replacement for a module that computes a norm."""
     if has_forward_of(module, nn.LayerNorm):
         return _torch_norm(module, Replacement("norm", "layer_norm", _layer_norm))
     if has_forward_of(module, nn.RMSNorm):
@@ -51,7 +51,9 @@ def _torch_norm(module: nn.Module, replacement: Replacement) -> Found:
 
 
 def _by_behaviour(module: nn.Module) -> Found:
-    """Recognize an RMS norm from its output for a small input, with a weight set for the probe."""
+    """Recognize an RMS norm by its output for a small test input, after setting its weight to known
+    values.
+    """
     parameters, eps = dict(module.named_parameters()), _eps(module)
     if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or eps is None:
         return Left("norm", f"{type(module).__name__} does not consist of one weight vector and an epsilon")
@@ -105,7 +107,7 @@ def _rms_norm_plus_one(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _not_here(module: Any, input: Tensor) -> bool:
-    """Return True if the module's own forward must run.
+    """Return True if a module must use its original forward method.
 
     With two dtypes, its output may have either dtype.
     """

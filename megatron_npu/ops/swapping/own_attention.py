@@ -1,4 +1,4 @@
-"""Replace the attention of a custom model, which is recognized by its calls."""
+"""Replace the attention of a custom model, which is recognized by the functions that it calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from megatron_npu.ops.swapping.found import (
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the replacement for torch's attention layer, or for a layer that calls torch's function."""
+    """Return the replacement for torch's attention module, or for a module that calls torch's attention
+    function.
+    """
     if has_forward_of(module, nn.MultiheadAttention):
         reason = _beyond(module)
         return Left("attention", reason) if reason else Replacement("attention", "attention", _multihead)
@@ -53,7 +55,7 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``nn.MultiheadAttention``.
+    """Compute ``nn.MultiheadAttention`` with our operation.
 
     The original forward runs if weights are requested or a mask is added to the scores.
     """
@@ -118,7 +120,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _forbidden(mask: Tensor | None) -> Tensor | str | None:
-    """Return a mask that is True for hidden pairs.
+    """Return a mask that is True for hidden query-key pairs.
 
     Return the reason as a string if the given mask does more than hide pairs.
     """
@@ -152,7 +154,9 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` (``theirs``) with our operation if it supports the call."""
+    """Compute attention with our operation if possible, and otherwise with the original function
+    ``theirs``.
+    """
     forbidden = (
         None if attn_mask is None else _forbidden(~attn_mask if attn_mask.dtype is torch.bool else attn_mask)
     )

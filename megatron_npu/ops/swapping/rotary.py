@@ -1,4 +1,4 @@
-"""Replace rotary embeddings in Transformers layers.
+"""Replace the functions that rotate queries and keys in Transformers layers.
 
 The rotation function of a model's file is recognized by its results.
 """
@@ -22,7 +22,7 @@ Rotate = Callable[..., Any]
 
 
 def recognise(module: nn.Module) -> Found:
-    """Return the layer's forward, changed to rotate queries and keys with our function."""
+    """Return the forward method of a layer, changed to rotate queries and keys with our function."""
     forward = type(module).forward
     if not isinstance(forward, FunctionType):
         return None
@@ -50,8 +50,8 @@ def _takes_tables(function: Rotate) -> bool:
 
 @functools.lru_cache(maxsize=64)  # a function serves all layers
 def turns_halves(function: Rotate) -> bool:
-    """Return True if a probe shows that ``function(q, k, cos, sin)`` rotates element i with element i +
-    d/2.
+    """Return True if a test shows that ``function(q, k, cos, sin)`` rotates element i together with
+    element i + d/2.
     """
     draw = functools.partial(
         torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
@@ -74,7 +74,7 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
-    """Return ``forward`` with our function under the original's global name.
+    """Return a copy of ``forward`` in which the global name of the rotation refers to our function.
 
     Other globals do not change.
 
@@ -97,7 +97,7 @@ def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> Functi
 
 
 def _around(wrapper: FunctionType, wrapped: FunctionType, ours: FunctionType | None) -> FunctionType | None:
-    """Return a copy of ``wrapper`` that calls our function instead of the wrapped one, or None."""
+    """Return a copy of ``wrapper`` that calls our function instead of the function that it wraps, or None."""
     cells = wrapper.__closure__ or ()
     if ours is None or not any(_holds(cell, wrapped) for cell in cells):
         return None
@@ -120,14 +120,14 @@ def _holds(cell: CellType, value: object) -> bool:
 def _copy(
     function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a function with the same code but other globals and another closure."""
+    """Return a function with the same code, but with other globals and another closure."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 def _by_tables(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotate ``[b, n, s, d]`` (``heads`` 1) or ``[b, s, n, d]`` (``heads`` 2) by tables ``[b or 1, s, r]``.
+    """Rotate ``[b, n, s, d]`` (``heads`` 1) or ``[b, s, n, d]`` (``heads`` 2) with tables ``[b or 1, s, r]``.
 
     Queries and keys are views of ``[b, s, n, d]``, which the operation takes and returns.
     """

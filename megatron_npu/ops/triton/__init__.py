@@ -1,4 +1,5 @@
-"""Provide Triton kernels for NVIDIA GPUs that make one pass over memory where torch makes several.
+"""Provide Triton kernels for NVIDIA GPUs that pass over memory once where torch's kernels pass over it
+several times.
 
 ``kernels`` defines the kernels, and the other modules launch them. Results differ from torch's only by
 rounding, which happens less often here. The kernels require triton (installed with torch's CUDA wheels) and
@@ -49,7 +50,7 @@ def absence() -> str | None:
 
 
 def _trouble() -> str | None:
-    """Return the reason why Triton cannot launch kernels, or None.
+    """Return the reason why Triton is unable to launch kernels, or None if it can.
 
     For example, Triton requires a C compiler.
     """
@@ -64,7 +65,7 @@ def _trouble() -> str | None:
 
 
 def refusal(*tensors: Tensor | None) -> str | None:
-    """Return the reason why the kernels do not support these GPU tensors, or None.
+    """Return the reason why our kernels do not support the given GPU tensors, or None if they do.
 
     The GPU is not synchronized.
     """

@@ -1,4 +1,5 @@
-"""Launch activation kernels with a fused bias, one per direction.
+"""Launch the kernels that compute activation functions with a fused bias, for the forward and the backward
+pass.
 
 Only the inputs are saved for the backward pass.
 """

@@ -1,4 +1,4 @@
-"""Launch a multi-tensor Adam step, which also scales gradients and writes 16-bit weights."""
+"""Launch an Adam step for many tensors, which can also scale gradients and write 16-bit weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NARROW = {None: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Numbers(NamedTuple):
-    """Scalar arguments of the Adam kernel, in the order of its parameters.
+    """Scalar arguments of the Adam kernel, in the order of the kernel's parameters.
 
     The kernel documents their meaning.
     """
@@ -35,7 +35,7 @@ class Numbers(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Tensors of one parameter: fp32 tensors to update in place, and an optional 16-bit copy of the
+    """The tensors of one parameter: fp32 tensors to update in place, and an optional 16-bit copy of the
     weight.
     """
 
@@ -47,7 +47,7 @@ class Tensors(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tables on the device that describe many tensors to the kernel.
+    """Tables in device memory that describe many tensors to the kernel.
 
     Attributes:
         addresses, sizes, firsts, owners: see the kernel.
@@ -76,7 +76,7 @@ def takes(row: Tensors) -> bool:
 
 
 def update(rows: Sequence[Tensors], numbers: Numbers) -> None:
-    """Take one Adam step for supported parameters, which must all be on the same device."""
+    """Perform one Adam step for supported parameters, which must all be on the same device."""
     from megatron_npu.ops.triton.kernels import adam as kernels
 
     by_copy: dict[torch.dtype | None, list[Tensors]] = {}

@@ -1,4 +1,4 @@
-"""Launch cross-entropy kernels for logits, one per direction.
+"""Launch the cross-entropy kernels for the forward and the backward pass.
 
 The operations define the autograd functions.
 """
@@ -17,7 +17,8 @@ _NOBODY = -(1 << 62)  # no target is this one
 
 
 class Vocabulary(NamedTuple):
-    """Parameters of the cross-entropy besides logits and targets.
+    """This rank's range of the vocabulary, and the other arguments of cross-entropy besides logits and
+    targets.
 
     Attributes:
         start: the id of the first column.
@@ -33,7 +34,7 @@ class Vocabulary(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The fp32 values that the forward kernel writes for each row.
+    """The fp32 values that the forward kernel computes for each row.
 
     Fields that it does not write repeat another field.
 
@@ -51,14 +52,14 @@ class _Sums(NamedTuple):
 
 
 def whole(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return fp32 losses and normalizers ``[rows]`` for logits ``[rows, v]`` of the whole vocabulary."""
+    """Return fp32 losses and normalizers ``[rows]`` for logits ``[rows, v]`` over the whole vocabulary."""
     losses, normalizers = _of_rows(logits), _of_rows(logits)
     _forward(logits, targets, words, _Sums(normalizers, normalizers, normalizers, losses), is_whole=True)
     return losses, normalizers
 
 
 def part(logits: Tensor, targets: Tensor, words: Vocabulary) -> tuple[Tensor, ...]:
-    """Return normalizers and target logits for a rank's part of the vocabulary.
+    """Return the normalizers and the target logits for a rank's part of the vocabulary.
 
     With label smoothing, return the sums of logits too.
     """

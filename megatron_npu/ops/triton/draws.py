@@ -1,4 +1,4 @@
-"""Store the random state of a dropout, so that the backward pass can reproduce its mask."""
+"""Store the random state of a dropout call, so that the backward pass can reproduce its mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEVELS = 1 << 31  # as many bits decide about one value
 
 
 class Dropped(NamedTuple):
-    """Description of the kept values of a tensor, and their scale factor.
+    """Description of the values that dropout keeps in a tensor, with the factor by which it scales them.
 
     Attributes:
         seed: int64 ``[1]`` on the device.
@@ -25,7 +25,7 @@ class Dropped(NamedTuple):
 
 
 def drawn(p: float, device: torch.device) -> Dropped | None:
-    """Return the state of a new dropout with probability ``p``, or None if ``p`` is 0.
+    """Return the state of a new dropout call with probability ``p``, or None if ``p`` is 0.
 
     The seed comes from the device's torch generator, on the device. Therefore, Megatron's RNG tracker
     controls it, a recomputation that has restored the generator's state draws the same values, a CUDA graph

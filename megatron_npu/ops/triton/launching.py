@@ -1,4 +1,4 @@
-"""Launch Triton kernels, and choose the number of programs for a tensor."""
+"""Launch Triton kernels, and choose how many programs process a tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], result: Tensor, *args: Any, **opt
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return True if a tensor has a shape but no data, as in tracing."""
+    """Return True if a tensor has a shape but no data, as during tracing."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "fake_mode")
 
 
@@ -46,7 +46,9 @@ def power_of_two(size: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
-    """Return the rows and columns of a tile for element-wise kernels, and the grid that covers the tensor."""
+    """Return the size of a tile (rows and columns) for elementwise kernels, and the grid that covers the
+    tensor.
+    """
     columns = min(1024, max(16, power_of_two(width)))
     tall = min(_TILE // columns, power_of_two(rows))
     return tall, columns, (-(-rows // tall), -(-width // columns))
@@ -54,7 +56,7 @@ def tile_of(rows: int, width: int) -> tuple[int, int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, int, tuple[int, int]]:
-    """Return the tile and grid as ``tile_of`` does, for programs that process many rows.
+    """Return the tile and the grid for programs that each process many rows; see ``tile_of``.
 
     The number of rows per program precedes the grid.
     """
@@ -66,7 +68,7 @@ def chunks_of(rows: int, width: int, device: torch.device) -> tuple[int, int, in
 
 @functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
+    """Return the number of multiprocessors that a GPU has."""
     if device.type != "cuda":
         return _PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Launch layer norm and RMS norm kernels, optionally fused with a residual addition.
+"""Launch the kernels for layer norm and RMS norm, optionally fused with the addition of a residual.
 
 The same kernel writes partial sums over rows for the gradients of weight and bias, which a second kernel adds
 up. If ``bias`` is None, the norm is an RMS norm throughout this module.
@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Residual input of a norm, which is then applied to ``residual + dropout(x + shift)``.
+    """The residual input of a norm, which then normalizes ``residual + dropout(x + shift)``.
 
     Attributes:
         residual: like the input.
@@ -68,7 +68,9 @@ class Kept(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _cut(rows: int, width: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return a tile's rows and columns, the rows per backward program, and the number of warps for both."""
+    """Return a tile's rows and columns, the rows per program in the backward pass, and the number of
+    warps.
+    """
     columns = max(16, power_of_two(width))
     tall = min(max(1, _TILE // columns), power_of_two(rows))
     tiles = -(-rows // tall)
@@ -110,7 +112,7 @@ class Norm(torch.autograd.Function):
 
 
 def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = None) -> Kept:
-    """Write the norm of ``x``, or of its sum with a residual, to ``output``.
+    """Write the norm of ``x``, or of the sum of ``x`` and a residual, to ``output``.
 
     Return the tensors for the backward pass.
     """
@@ -135,7 +137,7 @@ def forward(x: Tensor, scale: Scale, output: Tensor, added: Residual | None = No
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or if it is None a placeholder that the kernel does not read."""
+    """Return the given tensor or, if it is None, a placeholder that the kernel does not read."""
     return other if tensor is None else tensor
 
 
@@ -148,8 +150,8 @@ def backward(
     dropped: Dropped | None = None,
     shifted: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the norm's input and of the dropout's input, with partial sums for the
-    weights.
+    """Return the gradients of the norm's input and of the dropout's input, and partial sums for the
+    weights' gradients.
     """
     from megatron_npu.ops.triton.kernels import norm as kernels
 

@@ -1,4 +1,6 @@
-"""Launch kernels for a residual sum with bias and dropout, alone or fused with the following norm."""
+"""Launch the kernels that add a bias, apply dropout and add a residual, alone or fused with the following
+norm.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """Compute the norm of ``residual + dropout(x + shift)``, and return it with the sum.
+    """Compute the norm of ``residual + dropout(x + shift)``, and return both the norm and the sum.
 
     If ``bias`` is None, the norm is an RMS norm. Only the sum is saved, which is the next layer's residual
     anyway.
@@ -117,7 +119,8 @@ class AddNorm(torch.autograd.Function):
 
 
 def _of_parameters(ctx: Any, partial: Tensor) -> list[Tensor | None]:
-    """Return the gradients in their parameters' dtypes, with None for gradients that ``keep`` accepts.
+    """Return the gradients in the dtypes of their parameters, with None for each gradient that ``keep``
+    accepts.
 
     ``keep`` receives the parameters themselves, because those from autograd lack attributes if saved tensors
     are moved.

@@ -1,4 +1,4 @@
-"""Launch rotary embedding kernels, one per direction.
+"""Launch the kernels for rotary embedding, for the forward and the backward pass.
 
 Only the tables are saved for the backward pass.
 """
@@ -17,7 +17,7 @@ _TILE = 2048  # pairs that a program has at a time
 
 
 class Rotary(torch.autograd.Function):
-    """Rotate ``[a, b, n, d]`` by tables that broadcast to ``[a, b, n, r]``.
+    """Rotate a tensor ``[a, b, n, d]`` by tables that broadcast to ``[a, b, n, r]``.
 
     The backward pass rotates back.
     """

@@ -24,12 +24,12 @@ def sum_of_rows(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_partial(like: Tensor, chunks: int, width: int) -> Tensor:
-    """Return a buffer for ``chunks`` partial sums on the device of ``like``."""
+    """Return a buffer for ``chunks`` partial sums, on the device of the tensor ``like``."""
     return torch.empty((chunks, width), dtype=torch.float32, device=like.device)
 
 
 def sum_of_partial(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum ``[width]`` of partial sums ``[chunks, width]``."""
+    """Return the sum ``[width]`` over the partial sums ``[chunks, width]``."""
     from megatron_npu.ops.triton.kernels import sums as kernels
 
     chunks, width = partial.shape

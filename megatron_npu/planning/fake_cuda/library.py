@@ -17,14 +17,16 @@ SOURCE = Path(__file__).with_name("hooks.cpp")
 
 
 def unavailable() -> str | None:
-    """Return the reason why the library cannot be built on this machine, or None."""
+    """Return the reason why the library cannot be built on this machine, or None if it can be built."""
     if sys.platform != "linux":
         return f"the fake CUDA does not support {sys.platform}"
     return None if shutil.which("g++") else "there is no g++ on PATH"
 
 
 def load() -> None:
-    """Make torch detect a CUDA device. Call this before torch is imported, because torch caches the result.
+    """Load the library, which makes torch detect a CUDA device.
+
+    Call this before torch is imported, because torch caches the result.
 
     Raises:
         RuntimeError: torch is already imported.
@@ -39,7 +41,7 @@ def load() -> None:
 
 
 def built() -> Path:
-    """Return the path of the library.
+    """Return the path of the library, building it if necessary.
 
     The library is compiled first if the source or torch has changed.
 

@@ -1,4 +1,4 @@
-"""Run one process as a rank on simulated CUDA devices with ``machine.running(rank, ranks)``.
+"""Run this process as a rank on simulated CUDA devices: ``machine.running(rank, ranks)``.
 
 Tensors are torch's fake tensors: each operation returns the shape, dtype, strides and device that CUDA would
 return, without values; mixed devices, or shapes or dtypes that do not match, raise an error as on a GPU.
@@ -34,7 +34,7 @@ from megatron_npu.planning import alone
 
 
 class Tensors(FakeTensorMode):
-    """Fake tensors with readable values, and counts of the operations on CUDA tensors.
+    """Fake tensors whose values can be read, and counts of the operations on CUDA tensors.
 
     Attributes:
         operations: how often each aten operation returned a CUDA tensor.
@@ -80,7 +80,7 @@ _ARITHMETIC = {
 
 
 def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]]) -> None:
-    """Record the value that all elements of a tensor are known to have, until the tensor is written to.
+    """Record the value that all elements of a tensor are known to have, until the tensor is modified.
 
     The number of tokens per expert is such a value if experts have a capacity. Tensors received from another
     rank have a list of values if the caller has provided the list.
@@ -122,7 +122,7 @@ def _affirm(args: Any, result: Any) -> None:
 
 
 def _add_over_ranks(args: Any, result: Any) -> None:
-    """Multiply a known value by the number of ranks, because each rank contributes the same value."""
+    """Multiply a known value by the number of ranks, because every rank contributes the same value."""
     size = dist.ProcessGroup.unbox(args[1]).size()
     for tensor in args[0]:
         if hasattr(tensor, "value"):
@@ -168,7 +168,7 @@ _VALUES: dict[Any, Callable[[Any, Any], None]] = {
 
 
 def _known(tensor: Tensor) -> Any:
-    """Return the value of all elements, or a list of values for a vector.
+    """Return the known value of all elements, or a list of values for a vector.
 
     Return None for unknown values.
     """
@@ -179,7 +179,7 @@ def _known(tensor: Tensor) -> Any:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return the result of ``item``.
+    """Return the result of ``item`` for a tensor, if its value is known.
 
     An unknown value is zero in the tensor's dtype.
     """
@@ -194,7 +194,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 def _convert(
     module: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """Convert a module in place, like ``Module._apply``, without replacing its parameter objects.
+    """Convert a module in place, like ``Module._apply``, but without replacing its parameter objects.
 
     The implementation in torch 2.13 swaps fake tensors, which fails if weak references to a tensor exist,
     such as those of the fake tensor mode.
@@ -210,7 +210,7 @@ def _convert(
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make torch report eight GPUs within the block, in which processes may be forked."""
+    """Make torch report eight GPUs inside the ``with`` block, in which processes may be forked."""
     for higher in (flex_attention, flex_attention_backward):
         higher.python_key_table.setdefault(Tensors, higher.python_key_table[FakeTensorMode])
     with contextlib.ExitStack() as stack:
@@ -221,7 +221,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None = None) -> Iterator[Tensors]:
-    """Act as rank ``rank`` of ``ranks`` on the first GPU within the block.
+    """Act as rank ``rank`` of ``ranks`` on the first GPU inside the ``with`` block.
 
     Call this inside ``installed``.
 
@@ -240,7 +240,7 @@ def running(rank: int = 0, ranks: int = 1, received: dict[int, list[int]] | None
 
 
 def _namespace() -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements for the functions of torch.cuda.
+    """Yield replacements for functions in torch.cuda.
 
     The replacements are the CPU's functions, except for functions that describe GPUs.
     """
@@ -274,7 +274,9 @@ def _namespace() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _collectives() -> Iterator[tuple[Any, str, Any]]:
-    """Yield functions that create fake process groups for any backend, and object collectives that copy."""
+    """Yield functions that create fake process groups for any backend, and object collectives that make
+    copies.
+    """
     init, new = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
@@ -286,7 +288,7 @@ def _collectives() -> Iterator[tuple[Any, str, Any]]:
 
     @contextlib.contextmanager
     def coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
-        """Run the collectives in the block one by one.
+        """Run the collectives in the ``with`` block one after another.
 
         torch 2.13 has no fake coalesced collectives.
         """

@@ -23,7 +23,7 @@ _FLASH_BACKWARD = {aten._scaled_dot_product_flash_attention_backward, aten._flas
 
 
 class CountedTensors(Tensors):
-    """Fake tensors whose storages a simulated allocator tracks.
+    """Fake tensors whose storages are tracked by a simulated allocator.
 
     Attributes:
         allocator: the simulated allocator.
@@ -57,7 +57,7 @@ class CountedTensors(Tensors):
         return result
 
     def address(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's memory, or 0 if the tensor has none."""
+        """Return the address of a tensor's memory, or 0 if the tensor has no memory."""
         known = self._blocks.get(tensor.untyped_storage()._cdata)
         return known[1].address if known else 0
 
@@ -85,7 +85,9 @@ class CountedTensors(Tensors):
             self.workspaces += self.allocator.allocate(_WORKSPACE).size
 
     def _inside_flash_backward(self, query: Tensor) -> None:
-        """Count the fp32 buffer for the query gradient ``[b, a, s, d]``, with the kernel's rounded sizes."""
+        """Count the fp32 buffer for the gradient of the queries, ``[b, a, s, d]``, with sizes rounded as
+        in the kernel.
+        """
         batch, heads, length, channels = query.shape
         rows = -(-length // 128) * 128
         wide = -(-channels // 32) * 32

@@ -1,4 +1,4 @@
-"""Count the calls and bytes of each process group's collectives on simulated CUDA devices."""
+"""Count the calls and the bytes of the collectives of each process group on simulated CUDA devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _SENT = {getattr(torch.ops.c10d, name): place for name, place in _NAMES.items()}
 
 
 class Traffic:
-    """Counts per group description: ``ranks``, ``calls``, ``bytes``, and ``buffer``, which is 0."""
+    """The counts for each group description, which are ``ranks``, ``calls``, ``bytes``, and ``buffer``
+    (always 0).
+    """
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, int]] = {}

@@ -1,1 +1,1 @@
-"""Run one rank of a planned job: its device, its absent peers, and its measurements."""
+"""Run one rank of a planned job on its simulated device, without its peers, and measure the rank."""

@@ -1,4 +1,4 @@
-"""Exchange batches between the planned ranks that read data and those that receive it.
+"""Exchange batches between the planned ranks that read data and the planned ranks that receive it.
 
 Megatron's scripts read data on the first tensor-parallel rank, which broadcasts the sizes, tokens and masks
 to the others. These values decide what the others allocate: a causal mask is recognized, any other is kept. A
@@ -29,7 +29,7 @@ _LARGEST = 1 << 20
 
 @contextlib.contextmanager
 def exchanged(folder: Path) -> Iterator[None]:
-    """Write this rank's broadcasts to ``folder``, and read other ranks' broadcasts from it.
+    """Write this rank's broadcasts to ``folder``, and read the broadcasts of other ranks from it.
 
     Raises:
         RuntimeError: inside the block, if a rank receives another number of bytes than was sent.
@@ -58,7 +58,7 @@ def exchanged(folder: Path) -> Iterator[None]:
 
 
 def _source(arguments: dict[str, Any]) -> tuple[int | None, str]:
-    """Return the sending global rank and the group's name.
+    """Return the global rank of the sender, and the name of the group.
 
     Return None if this rank is not in the group.
     """

@@ -1,4 +1,4 @@
-"""Run one rank up to its first forward pass, with the job's arguments, model, checkpoint and data.
+"""Run one rank until its first forward pass, with the job's arguments, model, checkpoint and data.
 
 Of a checkpoint, only the metadata (names and shapes) and small values are read; its files are only checked
 for existence and length. Checks that depend on the absent peers are skipped.
@@ -30,7 +30,7 @@ _SMALL = 64 << 10  # bytes of a tensor that is read: a number of steps, say
 
 
 class ReadyError(BaseException):
-    """Raised when a rank is ready to train and no error was found.
+    """Raised when a rank is ready to train and no error has occurred.
 
     This class is not an ``Exception``, because programs might catch that.
     """
@@ -71,13 +71,13 @@ def _descriptions_only() -> Iterator[None]:
         return future
 
     def mapped(file: Any, *given: Any, **named: Any) -> Any:
-        """Load a file memory-mapped, so that its tensors are not read from disk."""
+        """Load a file as a memory map, so that its tensors are not read from the disk."""
         if isinstance(file, (str, os.PathLike)) and zipfile.is_zipfile(file):
             named.setdefault("mmap", True)
         return load(file, *given, **named)
 
     def rank_of(group: Any = None) -> int:
-        """Hide rank 0 from megatron-core's check that the ranks together have every shard."""
+        """Hide rank 0 from megatron-core's check that all ranks together have every shard."""
         caller = sys._getframe(1).f_code.co_name
         return -1 if caller == "validate_sharding_integrity" else rank(group)
 

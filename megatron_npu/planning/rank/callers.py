@@ -1,4 +1,4 @@
-"""Find the upstream function that called a collective which a planned rank answers itself."""
+"""Find the upstream function that called a collective which the planned rank answers without its peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FRAMES = 8
 
 
 def nearest(name: str, frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the function ``name`` at or shortly above ``frame``, or None."""
+    """Return the frame of the function ``name``, which is ``frame`` or shortly above it, or None."""
     for _ in range(_FRAMES):
         if frame is None or frame.f_code.co_name == name:
             return frame

@@ -39,7 +39,7 @@ _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
 
 
 def main(path: str) -> int:
-    """Run a rank as described in a specification file."""
+    """Run a rank as a specification file describes."""
     begin = time.monotonic()
     specification = json.loads(Path(path).read_text(encoding="utf-8"))
     allocator = Allocator(specification.get("limit"))
@@ -136,7 +136,7 @@ def _memory(allocator: Allocator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fused_attention(plain: list[str]) -> Iterator[None]:
-    """Use the fused SDPA kernel that an H100 selects.
+    """Use the fused SDPA kernel that torch would select on an H100.
 
     A CPU build of torch would use the plain formula.
 

@@ -95,7 +95,7 @@ def _run(device: str, request: dict[str, Any], prepared: bool) -> None:
 
 
 def _tell_simulator() -> None:
-    """Pass this rank's settings to the simulator, which reads most of them at their first use."""
+    """Pass the settings of this rank to the simulator, which reads most of them when it first uses them."""
     from megatron_npu.sim import build
     from megatron_npu.sim.settings import simulator_values
 
@@ -105,7 +105,7 @@ def _tell_simulator() -> None:
 
 
 def _imported(device: str, start: tuple[str, ...]) -> bool:
-    """Import the modules of each rank in the same order.
+    """Import the modules that a rank needs, in the order in which a rank imports them.
 
     Return False if an import fails.
     """
@@ -127,7 +127,7 @@ def _imported(device: str, start: tuple[str, ...]) -> bool:
 
 
 def _import_as(script: Path) -> None:
-    """Import the modules that a script imports, with the search path of ``megatron-npu run``."""
+    """Import the modules that a script imports, using the search path of ``megatron-npu run``."""
     from megatron_npu import plugin
     from megatron_npu.commands import run
 

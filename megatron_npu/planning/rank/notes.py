@@ -1,4 +1,6 @@
-"""Measure a rank during training: the purposes of its memory, and the position of the peak."""
+"""Measure a rank during training: what its memory is used for, and where in the program it reaches its
+peak.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Address = Callable[[torch.Tensor], int] | None
 
 @dataclass
 class Notes:
-    """Measurements of one rank; see ``taken``.
+    """The measurements of one rank; see ``taken``.
 
     Attributes:
         weights, gradients, optimizer: the bytes that stay allocated from the first update on.
@@ -49,7 +51,7 @@ class Notes:
 
 
 class _Watch:
-    """Record where peak memory rises, at the beginning and the end of each module and optimizer call."""
+    """Records where peak memory rises, at the beginning and end of modules and optimizer calls."""
 
     def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
         self.notes, self._device, self._peak, self._address = notes, device, peak, address
@@ -59,7 +61,7 @@ class _Watch:
         self._order = _Order()
 
     def look(self) -> None:
-        """Record the program's current position if peak memory has risen since the last call."""
+        """Record the current position of the program if peak memory has risen since the last call."""
         peak = self._peak()
         if peak > self._seen:
             self._seen = peak
@@ -112,7 +114,7 @@ class _Watch:
             self.count(optimizer)
 
     def count(self, *_: Any) -> None:
-        """Add up the persistent memory of weights, gradients and optimizer states."""
+        """Add up the memory that weights, gradients and optimizer states use permanently."""
         weights, gradients, states = _Storages(self._device), _Storages(self._device), _Storages(self._device)
         found = gc.get_objects()
         for each in found:
@@ -144,14 +146,19 @@ class _Watch:
 
 
 class _Order:
-    """Records the passes of the model chunks of a stage. Chunks are numbered as they first run."""
+    """Records the order of passes through the model chunks of a stage.
+
+    Chunks are numbered as they first run.
+    """
 
     def __init__(self) -> None:
         self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._passes: list[Pass] = []
 
     def passed(self, root: torch.nn.Module, output: Any) -> None:
-        """Record a chunk's forward pass, and its backward pass when the gradient of its output is known."""
+        """Record the forward pass of a chunk now, and its backward pass when the gradient of its output
+        is known.
+        """
         chunk = self._chunks.setdefault(root, len(self._chunks))
         passes = self._passes
         batch = sum(kind == FORWARD and own == chunk for kind, own, _ in passes)
@@ -162,13 +169,13 @@ class _Order:
                 return
 
     def taken(self) -> list[Pass]:
-        """Return the passes since the last call."""
+        """Return the passes that were recorded since the last call."""
         found, self._passes = self._passes, []
         return found
 
 
 class _Storages:
-    """Storages of tensors on the device, each counted once."""
+    """A collection of storages of tensors on the device, in which each storage is counted once."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -184,14 +191,14 @@ class _Storages:
         self.tensors.append(tensor)
 
     def bytes(self, *without: _Storages) -> int:
-        """Return the bytes of the storages that are not in any of the sets ``without``."""
+        """Return the number of bytes of the storages that are in none of the sets ``without``."""
         taken = {key for other in without for key in other.sizes}
         return sum(size for key, size in self.sizes.items() if key not in taken)
 
 
 @contextlib.contextmanager
 def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Notes]:
-    """Measure the memory of a rank within the block.
+    """Measure the memory of a rank inside the ``with`` block.
 
     Args:
         device: the device type whose memory is measured.
@@ -222,7 +229,7 @@ _BELOW = (
 
 
 def asking_line() -> str:
-    """Return the line that the program, outside torch, is currently executing."""
+    """Return the line of the program, outside torch, that is currently being executed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not any(part in frame.f_code.co_filename for part in _BELOW):
@@ -232,7 +239,9 @@ def asking_line() -> str:
 
 
 def calling_lines(operation: str) -> list[dict[str, Any]]:
-    """Return the operation and the program's lines outside torch that call it, in a snapshot's format."""
+    """Return the operation and the calling lines of the program outside torch, in the format of a memory
+    snapshot.
+    """
     lines: list[dict[str, Any]] = [{"filename": "", "line": 0, "name": operation}]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -244,7 +253,7 @@ def calling_lines(operation: str) -> list[dict[str, Any]]:
 
 
 def failing_line(error: BaseException) -> str:
-    """Return the innermost line of the program, outside torch, that raised an error."""
+    """Return the innermost line of the program, outside torch, at which an error was raised."""
     lines = [
         f"{frame.f_code.co_filename}:{number}"
         for frame, number in traceback.walk_tb(error.__traceback__)

@@ -25,7 +25,7 @@ from megatron_npu.planning import timeline
 
 
 def main(path: str) -> int:
-    """Run a rank as described in a specification file.
+    """Run a rank as a specification file describes.
 
     Return 0 if it has trained.
     """
@@ -79,7 +79,9 @@ def _peak() -> int:
 
 @contextlib.contextmanager
 def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[None]:
-    """Apply a specification within the block: absent peers, their batches, an early end, and a routing."""
+    """Apply a specification inside the ``with`` block: absent peers and their batches, an early end, and
+    a routing.
+    """
     from megatron_npu.planning.rank import (
         batches,
         before_training,
@@ -104,7 +106,7 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
 
 
 def _record(specification: dict[str, Any]) -> None:
-    """Record the history of torch_npu's allocator if requested.
+    """Record the history of torch_npu's allocator if this is requested.
 
     For a snapshot, record the calling lines too.
     """

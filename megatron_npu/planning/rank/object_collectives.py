@@ -1,4 +1,4 @@
-"""Replace barriers and object collectives of a planned rank with versions that use the same device memory.
+"""Replace barriers and object collectives in a planned rank with versions that use the same device memory.
 
 With HCCL alone, torch makes device tensors for them; with gloo besides, tensors of the host.
 """
@@ -27,7 +27,7 @@ class ObjectCollectives:
         self._gather = dist.all_gather_object
 
     def note(self, group: Any, asked: Any) -> None:
-        """Record a group that was just created.
+        """Record a process group that was just created.
 
         ``asked`` is the backend that the job requested, or None.
         """
@@ -38,7 +38,7 @@ class ObjectCollectives:
             self._of_device.add(group.group_name)
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions of ``torch.distributed`` to replace, by name."""
+        """Return the functions of ``torch.distributed`` to replace, keyed by name."""
         return {
             "_get_object_coll_device": self.place,
             "all_gather_object": self.all_gather_object,
@@ -47,7 +47,7 @@ class ObjectCollectives:
         }
 
     def place(self, group: Any = None) -> str:
-        """Return the type of device on which a group transfers barriers and objects."""
+        """Return the type of device on which a group exchanges barriers and objects."""
         known = group or distributed_c10d._get_default_group()
         name = getattr(known, "group_name", None)  # a backend, which some callers have, has none
         return "npu" if name in self._of_device else self._place(group)

@@ -1,4 +1,4 @@
-"""Create process groups for a single process, without the other ranks of the planned job.
+"""Create process groups in a single process, without the other ranks of the planned job.
 
 On the simulated NPU, the groups are torch_npu's own; the simulated HCCL counts each call and returns
 immediately, as if every other rank had the same data as this one. Groups on the host are torch's fake groups.
@@ -33,7 +33,7 @@ _DATA_SETS = 3
 
 
 class Nobody(dist.Store):
-    """Store in which every key exists.
+    """A store in which every key exists.
 
     Keys that were never set contain zeros.
     """
@@ -51,13 +51,13 @@ class Nobody(dist.Store):
         return self._values.get(key, _ROOT_INFO)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return the result."""
+        """Add a number to a counter, and return the result."""
         number = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(number).encode()
         return number
 
     def check(self, keys: list[str]) -> bool:
-        """Return True if this process has set all of the keys.
+        """Return True if this process has set all of the given keys.
 
         No other rank reports failures.
         """
@@ -76,7 +76,7 @@ class Nobody(dist.Store):
 
 @contextlib.contextmanager
 def absent(backend: Callable[[Any], str]) -> Iterator[None]:
-    """Create process groups without other ranks inside the block.
+    """Inside the ``with`` block, create process groups whose other ranks do not exist.
 
     Args:
         backend: the backend to use in place of the requested one.
@@ -133,7 +133,7 @@ def absent(backend: Callable[[Any], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_first_contact() -> Iterator[None]:
-    """Skip the checks of other machines, such as whether they answer and whether enough files may be open."""
+    """Skip checks of other machines, such as whether they answer and whether they can open enough files."""
     with (
         mock.patch.object(first_contact, "made", contextlib.nullcontext),
         mock.patch.object(watchdog, "require_open_files"),
@@ -142,7 +142,9 @@ def no_first_contact() -> Iterator[None]:
 
 
 def of_npu(asked: Any) -> str:
-    """Return the backend of a group on the simulated NPU: HCCL, or torch's fake backend for host tensors."""
+    """Return the backend for a group on the simulated NPU, which is HCCL, or torch's fake backend for
+    host tensors.
+    """
     return fake_pg.dist.Backend.FAKE if str(asked).lower() in ("gloo", "mpi") else "hccl"
 
 

@@ -1,4 +1,4 @@
-"""Route tokens to experts in a planned rank with a chosen share of tokens.
+"""Route a chosen share of all tokens to the experts of a planned rank.
 
 The real routing is unknown.
 
@@ -22,7 +22,7 @@ _ROUTER = "TopKRouter"
 
 @dataclass(frozen=True)
 class Routing:
-    """The distribution of tokens over experts.
+    """The distribution of tokens over the experts.
 
     Attributes:
         experts: the number of experts per layer.
@@ -38,15 +38,15 @@ class Routing:
 
     @property
     def most(self) -> float:
-        """The largest multiple, with which each token is routed to as many of this rank's experts as
-        possible.
-        """
+        """The largest multiple of an even share of tokens that this rank's experts can receive."""
         count = self.own[1] - self.own[0]
         largest = min(self.chosen, count) * self.experts / (self.chosen * count)
         return largest if self.capacity is None else min(largest, max(1.0, self.capacity))
 
     def map(self, tokens: int, multiple: float) -> torch.Tensor:
-        """Return the routing map ``[tokens, experts]`` for a multiple, limited to the largest one."""
+        """Return a routing map ``[tokens, experts]`` in which this rank's experts get ``multiple`` times
+        an even share, or as much as they can.
+        """
         first, behind = self.own
         count, others = behind - first, self.experts - (behind - first)
         total = round(min(multiple, self.most) * tokens * self.chosen * count / self.experts)
@@ -63,7 +63,7 @@ class Routing:
 
 
 def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
-    """Set ``counts[i]`` elements in row i of ``into`` ``[tokens, experts]``, cycling through the experts."""
+    """Set ``counts[i]`` elements in row i of ``into`` ``[tokens, experts]``, using the experts in turn."""
     experts = into.size(1)
     starts = counts.cumsum(0) - counts
     for number in range(int(counts.max()) if counts.numel() else 0):
@@ -73,7 +73,7 @@ def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
-    """Replace the choices of routers without padded capacity.
+    """Replace the choices of routers that do not pad experts to a capacity.
 
     Add the largest multiple to ``report``.
     """

@@ -1,4 +1,4 @@
-"""Provide the tensor shapes that absent pipeline stages cannot send."""
+"""Provide the shapes of tensors that absent pipeline stages would send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXCHANGE, _CALLER = "_communicate_shapes", "_communicate"
 
 @contextlib.contextmanager
 def nominal() -> Iterator[None]:
-    """Return the expected shape ``[s, b, h]`` wherever pipeline stages exchange shapes.
+    """Return the expected shape ``[s, b, h]`` wherever pipeline stages would exchange shapes.
 
     Megatron exchanges shapes with ``--variable-seq-lengths``, and in 0.16 and newer for layers of multi-token
     prediction in a stage without the loss. With the former, the nominal sequence length is planned.
@@ -44,7 +44,7 @@ def nominal() -> Iterator[None]:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of ``_communicate`` if that function is exchanging shapes."""
+    """Return the frame of ``_communicate`` if this function is currently exchanging shapes."""
     exchange = callers.nearest(_EXCHANGE, frame)
     return exchange and callers.nearest(_CALLER, exchange)
 

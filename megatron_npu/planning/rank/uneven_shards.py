@@ -1,4 +1,4 @@
-"""Support Megatron-FSDP, which compares each rank's shards with the shards of absent ranks."""
+"""Support Megatron-FSDP, which compares the shards of a rank with the shards of absent ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GATHER = "_update_offsets_and_cumulative_shape"
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Make the check of uneven shards succeed.
+    """Make the check for uneven shards succeed.
 
     Shards of absent ranks are empty and reach both ends of each dimension.
     """

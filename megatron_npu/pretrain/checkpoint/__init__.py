@@ -1,1 +1,1 @@
-"""Write, read, check and convert checkpoints of the built-in trainer."""
+"""Write, read, check and convert the checkpoints of the built-in trainer."""

@@ -28,7 +28,7 @@ _FAILURES = (*checkpoint_failures.FAILURES, RuntimeError)
 
 
 class AsyncSaves:
-    """Checkpoint that is being written in the background, if any.
+    """The checkpoint that is being written in the background, if there is one.
 
     When used as a context manager, it abandons the checkpoint if the block raises an error.
 
@@ -51,7 +51,7 @@ class AsyncSaves:
 
     @watchdog.phase(watchdog.SAVING)
     def begin(self, state: State, position: Position) -> None:
-        """Complete the previous checkpoint, and start to write the checkpoint of ``position``.
+        """Complete the previous checkpoint, and start to write the checkpoint for ``position``.
 
         All ranks must call this.
 
@@ -65,7 +65,9 @@ class AsyncSaves:
         self._queue.schedule_async_request(checkpoints.begin_async(self._flags, state, position, part))
 
     def take_finished(self) -> None:
-        """Complete the background checkpoint if every rank has written its part. All ranks must call this.
+        """Complete the background checkpoint if all ranks have written their parts.
+
+        All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -73,7 +75,7 @@ class AsyncSaves:
         self._complete(blocking=False)
 
     def finish(self) -> None:
-        """Wait for the background checkpoint and complete it. All ranks must call this.
+        """Wait until the background checkpoint is written, and complete it. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -102,7 +104,7 @@ class AsyncSaves:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop this rank's writer if the run ends with an error.
+        """Stop this rank's background writer if the run ends with an error.
 
         Other ranks may no longer exist.
         """
@@ -118,7 +120,7 @@ class AsyncSaves:
 
 
 def _forget_results() -> None:
-    """Discard the results of a stopped writer.
+    """Discard the results of a background writer that was stopped.
 
     The next checkpoint would otherwise include them.
     """

@@ -30,7 +30,7 @@ _SHOWN = (  # of the arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code.
+    """Run the command, and return its exit code.
 
     The code is 1 if a checkpoint is damaged.
 
@@ -243,7 +243,7 @@ def _state(path: Path, without: str) -> str:
 
 
 def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> int:
-    """Remove checkpoints that are older than the newest undamaged ones.
+    """Remove checkpoints that are older than the newest undamaged checkpoints.
 
     Damaged checkpoints are not counted among those to keep.
     """
@@ -281,7 +281,7 @@ def _faults(path: Path) -> list[str]:
 
 
 def _missing_of_others(path: Path) -> list[str]:
-    """Return the missing files of a checkpoint that `train` or a stock script saved.
+    """Return the missing files of a checkpoint that `train` or a stock script has saved.
 
     Both write the index last.
     """

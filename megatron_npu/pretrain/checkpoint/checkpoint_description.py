@@ -57,7 +57,7 @@ class CheckpointInfo:
 
 
 def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
-    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of the given iteration.
 
     Return None if there is no such checkpoint.
 
@@ -70,7 +70,7 @@ def find(root: str | Path, step: int | None = None) -> CheckpointInfo | None:
 
 
 def existing(root: str | Path, step: int | None = None) -> CheckpointInfo:
-    """Return the newest checkpoint under ``root``, or the checkpoint of a given iteration.
+    """Return the newest checkpoint under ``root``, or the checkpoint of the given iteration.
 
     Raise an error if there is no such checkpoint.
 
@@ -100,7 +100,7 @@ def _read(path: Path) -> CheckpointInfo:
 
 
 def require_known_format(description: Path, values: object) -> None:
-    """Check that this version can read a description.
+    """Check that this version is able to read the format of a checkpoint's description.
 
     Only the first number of the format must match.
 
@@ -127,7 +127,7 @@ def require_known_format(description: Path, values: object) -> None:
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``CheckpointInfo`` except its path.
+    """Return the fields of ``CheckpointInfo`` other than its path.
 
     Unknown fields from newer versions are skipped.
 
@@ -142,7 +142,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_sound(found: CheckpointInfo) -> None:
-    """Check that the values of a description are plausible.
+    """Check that the values in a checkpoint's description are plausible.
 
     Raises:
         ValueError: a value is implausible; the error names it.
@@ -165,6 +165,6 @@ def describe(path: Path, found: CheckpointInfo) -> None:
 
 
 def plain_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that JSON can represent, without those specific to this machine and process."""
+    """Return the flags whose values JSON can represent, except those specific to this machine or process."""
     local = {"rank", "local_rank", "load_from", "load_optim", "load_rng"}
     return {name: value for name, value in sorted(flags.items()) if name not in local}

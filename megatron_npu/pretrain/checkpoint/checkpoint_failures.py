@@ -1,4 +1,4 @@
-"""Report checkpoints that cannot be written or read as one-line errors."""
+"""Report a failure to write or read a checkpoint as a one-line error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def unsaved(error: BaseException, iteration: int, folder: str | Path) -> Unsaved
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason of the first process that failed, on one line and without stack traces.
+    """Return the reason why the first process failed, on one line and without stack traces.
 
     Later lines of the error, such as the names of missing weights, are included. A very long text is
     truncated, and the number of omitted characters is appended.
@@ -60,7 +60,7 @@ def reason(error: BaseException) -> str:
 
 
 def _advice(error: BaseException) -> str:
-    """Return a question to the user about the likely cause of a failed write."""
+    """Return a question that asks the user about the likely cause of a failed write."""
     if "SIGKILL" in reason(error):
         return "Did the machine run out of memory?"
     return "Is the disk full?"
@@ -68,7 +68,7 @@ def _advice(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Report errors within the block, which reads the checkpoint in ``path``, as a single line.
+    """Report errors in the ``with`` block, which reads the checkpoint in ``path``, on a single line.
 
     Raises:
         UsageError: files are missing, damaged or contain code, or the checkpoint requires a newer

@@ -27,7 +27,7 @@ HF_FOLDER = "hf"  # in a converted checkpoint: the files of Hugging Face that ca
 
 
 def directory(root: str | Path, iteration: int) -> Path:
-    """Return the directory of an iteration's checkpoint."""
+    """Return the directory for the checkpoint of an iteration."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
@@ -75,7 +75,7 @@ def no_checkpoint(root: str | Path) -> UsageError:
 
 
 def right_folder(root: str | Path) -> str:
-    """Return what to do about a directory that contains no checkpoint, without the final period.
+    """Return advice about a directory that contains no checkpoint, without the final period.
 
     A directory of one iteration, which is a checkpoint itself, is a common mistake.
     """
@@ -136,7 +136,7 @@ def iterations(root: str | Path) -> list[int]:
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:
-    """Return ``path`` if it exists, or else a file of the same name in the checkpoint's directory, or None.
+    """Return ``path`` if it exists, otherwise a file of the same name in the checkpoint's directory, or None.
 
     A converted checkpoint contains its tokenizer and may have been moved.
     """
@@ -155,5 +155,5 @@ def release(root: str | Path, path: Path) -> Path:
 
 
 def set_latest(root: str | Path, iteration: int) -> None:
-    """Write ``iteration`` to the tracker file."""
+    """Write the number ``iteration`` to the tracker file."""
     files.write(Path(root) / TRACKER, f"{iteration}\n")

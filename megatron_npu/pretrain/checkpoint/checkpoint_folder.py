@@ -1,4 +1,6 @@
-"""Manage the folder of a checkpoint, which is hidden during writing and renamed when it is complete."""
+"""Manage the folder of a checkpoint, which is hidden while it is being written and renamed when it is
+complete.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _TRIES, _PAUSE = 20, 0.1  # and seconds between them
 
 @contextlib.contextmanager
 def writing(root: str | Path, iteration: int) -> Iterator[Path]:
-    """Create the folder into which all ranks write an iteration's checkpoint. All ranks must call this.
+    """Create the folder into which all ranks write the checkpoint of an iteration.
+
+    All ranks must call this.
 
     If the block succeeds on every rank, the folder is given its final name and the tracker is updated;
     otherwise the folder is removed, which frees the disk space.
@@ -39,7 +43,10 @@ def writing(root: str | Path, iteration: int) -> Iterator[Path]:
 
 
 def begin(root: str | Path, iteration: int) -> Path:
-    """Create and return the hidden folder of an iteration's checkpoint. All ranks must call this."""
+    """Create the hidden folder for the checkpoint of an iteration, and return it.
+
+    All ranks must call this.
+    """
     part = hidden(root, iteration)
     if disks.leads():
         if part.is_symlink():
@@ -51,7 +58,9 @@ def begin(root: str | Path, iteration: int) -> Path:
 
 
 def finish(root: str | Path, iteration: int) -> None:
-    """Rename the folder and update the tracker after all ranks have written. All ranks must call this.
+    """Rename the checkpoint's folder and update the tracker file after all ranks have written.
+
+    All ranks must call this.
 
     With ``--object-storage``, the checkpoint is then copied there.
 
@@ -67,7 +76,7 @@ def finish(root: str | Path, iteration: int) -> None:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove the hidden folder of a checkpoint.
+    """Remove the hidden folder of an unfinished checkpoint.
 
     A single rank may call this.
     """
@@ -76,12 +85,12 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def hidden(root: str | Path, iteration: int) -> Path:
-    """Return the hidden folder of an iteration's checkpoint."""
+    """Return the hidden folder for the checkpoint of an iteration."""
     return files.partial_folder(checkpoint_files.directory(root, iteration))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder into which other processes may still be writing.
+    """Remove a folder into which other processes may still be writing files.
 
     megatron-core (0.12 to 0.16) forks its writers, and a Ctrl-C that ends a rank does not end them at once.
     """

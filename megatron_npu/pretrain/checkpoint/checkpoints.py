@@ -50,7 +50,7 @@ _PARTS = ("embedding", "decoder", "encoder", "output_layer", "mtp")  # where key
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a run: the iteration, and the number of samples that all ranks have used."""
+    """Progress of a run: the iteration, and the number of samples that all ranks have consumed."""
 
     iteration: int = 0
     train_samples: int = 0
@@ -59,7 +59,7 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """The objects whose state is stored in a checkpoint."""
+    """The objects of a run whose state is stored in a checkpoint."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -70,7 +70,7 @@ class State:
 def save(
     flags: StoreFlags, state: State, position: Position, common: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write the checkpoint of ``position``, and return its directory. All ranks must call this.
+    """Write the checkpoint for ``position``, and return its directory. All ranks must call this.
 
     Args:
         common: plain values that are stored with the state; they must be the same on all ranks.
@@ -81,7 +81,7 @@ def save(
 
 
 def begin_async(flags: StoreFlags, state: State, position: Position, part: Path) -> AsyncRequest:
-    """Return a request that makes megatron-core's writer queue write the checkpoint of ``position``.
+    """Return a request that makes megatron-core's writer queue write the checkpoint for ``position``.
 
     The files are written to ``part``. The state is copied to the host when the writer starts. All ranks must
     call this.
@@ -92,7 +92,7 @@ def begin_async(flags: StoreFlags, state: State, position: Position, part: Path)
 def _write(
     flags: StoreFlags, state: State, position: Position, part: Path, common: Mapping[str, Any]
 ) -> None:
-    """Write the files of a checkpoint into ``part``."""
+    """Write the files of a checkpoint into the folder ``part``."""
     _shards(flags, state, position, part, common, in_background=False)
     complete(flags, position, part)
 
@@ -106,7 +106,7 @@ def _shards(
     *,
     in_background: bool,
 ) -> Any:
-    """Write megatron-core's files into ``part``, or return a request for a background writer."""
+    """Write megatron-core's files into the folder ``part``, or return a request for a background writer."""
     from megatron.core import dist_checkpointing
 
     metadata = dist_ckpt_versions.metadata(flags)
@@ -194,7 +194,7 @@ def _load_own(flags: LoadFlags, state: State, found: checkpoint_description.Chec
 
 
 def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load a checkpoint that was saved with Megatron's FSDP into any model."""
+    """Load a checkpoint that was saved with Megatron's FSDP into a model with or without sharding."""
     if not fsdp_checkpoint.sharded(state.model):
         return _load_stock(flags, state, found)
     rng = flags.load_rng and _same_ranks(flags, found)
@@ -213,7 +213,7 @@ def _load_of_fsdp(flags: LoadFlags, state: State, found: checkpoint_description.
 
 
 def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.CheckpointInfo) -> Position:
-    """Load the weights of a checkpoint of Megatron-LM's own scripts."""
+    """Load the weights from a checkpoint of Megatron-LM's own scripts."""
     load_weights(state.model, found.path)
     _begin_optimizer(flags, state, found)
     return _position(flags, found)
@@ -222,7 +222,7 @@ def _load_stock(flags: LoadFlags, state: State, found: checkpoint_description.Ch
 def _load_optimizer(
     flags: LoadFlags, state: State, optimizer: Mapping[str, Any], schedule: dict[str, Any]
 ) -> None:
-    """Load the optimizer's moments and main weights, and resume the schedule with the settings of the
+    """Load the optimizer's moments and main weights, and resume the schedule with the settings from the
     flags.
     """
     settings = resumed_settings.of_flags(state.optimizer)
@@ -291,7 +291,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 
 def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -> None:
-    """Check that all saved weights are used.
+    """Check that all weights in the checkpoint are used.
 
     megatron-core silently ignores unused weights.
     """
@@ -308,7 +308,7 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
 
 
 def _of_all_ranks(keys: set[str]) -> set[str]:
-    """Return the union of all ranks' keys.
+    """Return the union of the keys of all ranks.
 
     Pipeline stages have different keys.
     """
@@ -331,7 +331,7 @@ def _chunks(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _cut_weights(model: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return each chunk's weights as shards of the whole weights."""
+    """Return the weights of each model chunk as shards of the whole weights."""
     result = {}
     for stage, (key, chunk) in enumerate(_chunks(model).items()):
         mean_stage(stage if len(model) > 1 else None)
@@ -368,7 +368,7 @@ def _fsdp_state_dict(state: State, *, optimizer: bool, rng: bool) -> dict[str, A
 
 
 def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) -> bool:
-    """Return True if each rank can load its own random states.
+    """Return True if each rank is able to load its own random states.
 
     This requires unchanged model-parallel sizes.
     """
@@ -381,7 +381,7 @@ def _same_ranks(flags: LoadFlags, found: checkpoint_description.CheckpointInfo) 
 
 
 def advance(position: Position, *, train: int = 0, valid: int = 0, iterations: int = 0) -> Position:
-    """Return the position after the given numbers of iterations and samples."""
+    """Return the position after the given numbers of additional iterations and samples."""
     return replace(
         position,
         iteration=position.iteration + iterations,

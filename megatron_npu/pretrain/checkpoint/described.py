@@ -24,7 +24,7 @@ _size = Number("a positive integer", int, 1, metavar="N")
 
 
 def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
-    """Return the arguments of a checkpoint.
+    """Return the arguments that a checkpoint's description contains, after checking them.
 
     Flags that did not exist when it was saved get defaults.
 
@@ -48,7 +48,8 @@ def arguments_of(found: CheckpointInfo) -> dict[str, Any]:
 
 
 def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
-    """Check flags that affect the running model, such as the window pattern's length and the rotary base.
+    """Check flags that affect how the model runs, such as the length of the window pattern and the rotary
+    base.
 
     Raises:
         UsageError: a value is invalid; the error names the flag.
@@ -62,7 +63,7 @@ def _require_positions_and_windows(values: Mapping[str, Any]) -> None:
 
 
 def _admitted(flag: argparse.Action) -> tuple[Number | type[bool] | None, tuple[Any, ...]]:
-    """Return the type of a flag's values and the flag's choices.
+    """Return the type that the values of a flag must have, and the flag's choices.
 
     If the type is None and there are no choices, the flag's values are not checked here.
     """
@@ -104,7 +105,9 @@ def _is_number(value: Any, kind: Number) -> bool:
 
 
 def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
-    """Check that the files are large enough for the model, assuming at least one byte per weight."""
+    """Check that the checkpoint's files are large enough for the model, assuming at least one byte per
+    weight.
+    """
     least, held = _fewest_weights(values), _bytes(found)
     if least > held and not disks.absent(found.path):
         raise _unfit(
@@ -114,7 +117,7 @@ def _require_weights(found: CheckpointInfo, values: Mapping[str, Any]) -> None:
 
 
 def _fewest_weights(values: Mapping[str, Any]) -> int:
-    """Return a lower bound for the number of weights.
+    """Return a lower bound for the number of weights in the model.
 
     The bound counts norms, embedding tables and one matrix of an MLP.
     """

@@ -1,4 +1,4 @@
-"""Request sharded state from each version of megatron-core in the form that the version supports."""
+"""Request the sharded state from each version of megatron-core in the form that this version supports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def metadata(flags: ShardFlags) -> Metadata:
 
 
 def _sharding_type(fully_reshardable: bool) -> str:
-    """Return the name of the distributed optimizer's format.
+    """Return the name of the distributed optimizer's sharding format.
 
     The name changed in 0.15.
     """
@@ -42,7 +42,7 @@ def _sharding_type(fully_reshardable: bool) -> str:
 
 
 def module_metadata(described: Metadata) -> Metadata:
-    """Return the metadata for modules.
+    """Return the sharding metadata for modules.
 
     In 0.16 and later, they include the process group.
     """
@@ -56,7 +56,7 @@ def _group() -> dist.ProcessGroup:
 
 
 def optimizer_keywords(described: Metadata) -> dict[str, Any]:
-    """Return the arguments of the optimizer's ``sharded_state_dict`` that select the sharding."""
+    """Return the arguments that select the sharding in the optimizer's ``sharded_state_dict``."""
     if _version() >= (0, 13):
         return {"metadata": module_metadata(described)}
     name = described.get("distrib_optim_sharding_type")
@@ -64,7 +64,7 @@ def optimizer_keywords(described: Metadata) -> dict[str, Any]:
 
 
 def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[str, Any]:
-    """Return the arguments of ``dist_checkpointing.save`` that store the metadata in the checkpoint.
+    """Return the arguments that make ``dist_checkpointing.save`` store the metadata in the checkpoint.
 
     Args:
         described: the result of ``metadata``.
@@ -79,7 +79,7 @@ def save_keywords(described: Metadata, *, in_background: bool = False) -> dict[s
 
 
 def saved_metadata(path: str, optimizer_sharding: str | None) -> Metadata:
-    """Return the metadata of the checkpoint in ``path``.
+    """Return the sharding metadata of the checkpoint in ``path``.
 
     Args:
         path: the directory of the checkpoint.

@@ -36,7 +36,7 @@ def sharded(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any]:
-    """Return a run's weights and optimizer state in upstream's structure.
+    """Return the weights and the optimizer state of a run in upstream's structure.
 
     Args:
         model: the only chunk, wrapped in Megatron's FSDP.
@@ -51,7 +51,7 @@ def state_dict(model: Any, optimizer: MegatronOptimizer | None) -> dict[str, Any
 
 
 def write(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Write ``content``, including the result of ``state_dict``, to ``folder``.
+    """Write ``content``, including the result of ``state_dict``, to the folder ``folder``.
 
     All ranks must call this.
     """
@@ -59,7 +59,9 @@ def write(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
-    """Read a checkpoint into the tensors of ``content``, and load the weights. All ranks must call this.
+    """Read a checkpoint into the tensors of ``content``, and load its weights into the model.
+
+    All ranks must call this.
 
     Args:
         folder: the checkpoint's directory.
@@ -79,7 +81,7 @@ def read(folder: Path, model: Any, content: dict[str, Any]) -> None:
 
 
 def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) -> None:
-    """Add missing settings to the parameter groups, so that the checkpoint's values are read.
+    """Add settings that the parameter groups lack, so that the checkpoint's values for them are read.
 
     For example, a new optimizer has no step count yet.
     """
@@ -91,7 +93,7 @@ def _ask_for_all(groups: dict[str, dict[str, Any]], reader: FileSystemReader) ->
 
 
 def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """Return ``content`` with gated MLPs split into halves and with each shard's position added."""
+    """Return ``content`` with gated MLPs split into halves, and with the position of each shard added."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
@@ -106,12 +108,12 @@ def _cut(model: Any, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare(name: str) -> str:
-    """Return the name of a weight without the prefixes of its wrappers."""
+    """Return the name of a weight without the prefixes that wrappers add."""
     return re.sub(r"^(module\.)+", "", name)
 
 
 def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Load the weights alone into an unsharded model. All ranks must call this.
+    """Load the weights only, into a model that is not sharded. All ranks must call this.
 
     Args:
         model: the only chunk, wrapped or not.
@@ -147,7 +149,7 @@ def load_weights(model: Sequence[torch.nn.Module], folder: Path) -> None:
 
 
 def _whole(model: torch.nn.Module, saved: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with its name.
+    """Yield each weight, unsharded, with its name.
 
     A weight that was saved in halves is yielded half by half.
     """

@@ -1,4 +1,4 @@
-"""Collect, shard and restore the random generator states of a rank for checkpoints."""
+"""Collect, shard and restore the states of a rank's random generators for checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def state() -> dict[str, Any]:
 
 
 def sharded_state() -> Any:
-    """Return the generator states, one per tensor- and pipeline-parallel rank.
+    """Return the generator states with one entry per tensor- and pipeline-parallel rank.
 
     As in Megatron, data-parallel ranks use the same random numbers for different data, so one copy suffices.
     With expert parallelism, ranks use different random numbers for their experts, and each state is stored.
@@ -51,7 +51,7 @@ def sharded_state() -> Any:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Restore the generator states returned by ``state``.
+    """Restore the generator states that ``state`` has returned.
 
     The device's generator and Megatron's tracker are restored only if the device type matches. Otherwise
     rank 0 logs that they are not restored.

@@ -1,4 +1,6 @@
-"""Load a trained model, whole or partitioned, from its checkpoint for generation, LAMBADA and conversion."""
+"""Load a trained model from its checkpoint, whole or partitioned, for generation, evaluation and
+conversion.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def restored(
     widened_by_caller: bool = False,
     **changes: object,
 ) -> Iterator[tuple[Flags, torch.nn.Module, Tokenizer]]:
-    """Load a trained model with its flags and tokenizer, in evaluation mode, for use inside the block.
+    """Load a trained model with its flags and tokenizer, in evaluation mode, for use inside the ``with``
+    block.
 
     The weights are assembled regardless of the layout in which they were trained.
 
@@ -88,7 +91,7 @@ def restored(
 
 
 def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -> None:
-    """Reject a tokenizer that differs from the one used in training.
+    """Reject a tokenizer that differs from the one with which the model was trained.
 
     Args:
         tokenizer: the tokenizer that was created from the current files.

@@ -1,4 +1,4 @@
-"""Restore optimizer and schedule settings from the current flags when a run resumes from a checkpoint.
+"""Set the optimizer and the schedule according to the current flags when a run resumes from a checkpoint.
 
 The parameter groups of an optimizer are saved with their settings (betas, epsilon, maximum and minimum
 learning rate), and torch loads these with the moments. Upstream's schedule reads them first, so the learning
@@ -23,7 +23,9 @@ Settings = list[dict[str, Any]]
 
 
 def of_flags(optimizer: MegatronOptimizer) -> Settings:
-    """Return the settings of each parameter group before a checkpoint is loaded."""
+    """Return the settings of each parameter group, as the flags define them, before a checkpoint is
+    loaded.
+    """
     return [
         {name: value for name, value in group.items() if name not in _STATE}
         for group in optimizer.param_groups
@@ -31,7 +33,7 @@ def of_flags(optimizer: MegatronOptimizer) -> Settings:
 
 
 def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) -> None:
-    """Restore the settings of the parameter groups from the flags.
+    """Restore the settings of the parameter groups that the flags define.
 
     With --use-checkpoint-opt-param-scheduler, the settings of the schedule remain those of the checkpoint.
 
@@ -46,7 +48,7 @@ def restore(flags: LoadFlags, optimizer: MegatronOptimizer, settings: Settings) 
 
 
 def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) -> None:
-    """Resume a schedule, and set the learning rate and weight decay of the next update.
+    """Resume the schedule, and set the learning rate and weight decay for the next update.
 
     Raises:
         UsageError: the schedule differs from the checkpoint's, and no flag selects one.
@@ -59,7 +61,7 @@ def load_schedule(schedule: OptimizerParamScheduler, content: dict[str, Any]) ->
 def go_on_without_optimizer(
     flags: LoadFlags, schedule: OptimizerParamScheduler, content: dict[str, Any] | None, samples: int
 ) -> None:
-    """Set the schedule to the run's position if a flag selects a schedule.
+    """Set the schedule to the run's position, without the optimizer's state, if a flag selects a schedule.
 
     Otherwise the schedule restarts.
 

@@ -1,4 +1,4 @@
-"""Lock the ``--save`` folder for one run, and remove incomplete files of killed runs."""
+"""Lock the ``--save`` folder for one run, and remove incomplete files that killed runs left there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_npu.pretrain.checkpoint import checkpoint_files
 
 @contextlib.contextmanager
 def owned(save: str | None, rank: int) -> Iterator[None]:
-    """Lock ``--save`` for this run inside the block.
+    """Lock the ``--save`` folder for this run inside the ``with`` block.
 
     Rank 0 also removes the leftovers of killed runs.
 
@@ -51,7 +51,7 @@ def owned(save: str | None, rank: int) -> Iterator[None]:
 
 
 def require_shared(save: str | None, *, per_machine: bool, storage: str | None = None) -> None:
-    """Check that all ranks save to one folder. All ranks must call this after they have connected.
+    """Check that all ranks save to the same folder. All ranks must call this after they have connected.
 
     Args:
         save: the folder; if it is None or empty, nothing is saved.
@@ -71,7 +71,7 @@ def require_shared(save: str | None, *, per_machine: bool, storage: str | None =
 
 
 def hold_on_each_machine(folder: Path) -> None:
-    """Save to a separate folder on each machine from now on.
+    """From now on, save to a separate folder on each machine.
 
     The first rank of each machine locks the folder.
 
@@ -87,7 +87,7 @@ def hold_on_each_machine(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove incomplete checkpoints of a killed run, and restore the checkpoint that it was replacing."""
+    """Remove the incomplete checkpoints of a killed run, and restore the checkpoint that it was replacing."""
     files.restore_replaced(folder)
     for unfinished in checkpoint_files.unfinished(folder):
         shutil.rmtree(unfinished, ignore_errors=True)

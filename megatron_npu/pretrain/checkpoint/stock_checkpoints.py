@@ -1,4 +1,4 @@
-"""Describe checkpoints of Megatron-LM's own scripts in the same form as the trainer's checkpoints.
+"""Describe checkpoints of Megatron-LM's own scripts in the same form as checkpoints of the built-in trainer.
 
 The trainer writes ``arguments.json``. The scripts store their argparse.Namespace in a pickle, which is in
 ``common.pt`` beside the shards (``torch_dist``), among the shards since 0.19, or in each rank's file
@@ -20,7 +20,8 @@ from megatron_npu.safe_files import safe_load, torch_readers
 
 
 def find(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo | None:
-    """Return the newest checkpoint of the trainer or of a stock script under ``root``, or None.
+    """Return the newest checkpoint under ``root``, whether saved by the trainer or by a stock script, or
+    None.
 
     Only the weights are loaded from a stock script's checkpoint, not the optimizer state and random states.
     Values that depend on its tokenizer are not among its arguments yet.
@@ -42,7 +43,7 @@ def find(root: str | Path, step: int | None = None) -> checkpoint_description.Ch
 
 
 def existing(root: str | Path, step: int | None = None) -> checkpoint_description.CheckpointInfo:
-    """Return the checkpoint that ``find`` finds, or raise an error if there is none.
+    """Return the checkpoint that ``find`` returns, or raise an error if there is none.
 
     Raises:
         UsageError: the checkpoint does not exist or cannot be read.
@@ -54,7 +55,7 @@ def existing(root: str | Path, step: int | None = None) -> checkpoint_descriptio
 
 
 def flags_of(path: Path) -> dict[str, Any]:
-    """Return the flags with plain values in a checkpoint of a stock script.
+    """Return the flags with plain values that a stock script's checkpoint contains.
 
     Args:
         path: the checkpoint's directory, as found by ``existing``.
@@ -116,7 +117,7 @@ def _weights_alone(
 
 
 def read_common(file: Path) -> dict[str, Any]:
-    """Return the content of a ``common.pt`` without executing anything in it.
+    """Return the content of a file ``common.pt`` without executing code from it.
 
     Raises:
         UsageError: the file is damaged, or contains something other than plain values.
@@ -125,7 +126,7 @@ def read_common(file: Path) -> dict[str, Any]:
 
 
 def _read_among_shards(path: Path) -> dict[str, Any]:
-    """Return a list with the common values that 0.19 stores among the shards.
+    """Return a list with the common values, which 0.19 stores among the shards.
 
     No code from the file is executed.
     """
@@ -141,7 +142,7 @@ def _values(found: object, file: Path) -> dict[str, Any]:
 
 
 def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int) -> None:
-    """Check that a stock checkpoint has an embedding for every token.
+    """Check that the embedding in a stock script's checkpoint has a row for every token.
 
     Args:
         found: the checkpoint.

@@ -26,7 +26,7 @@ def surplus(
     is_whole: Callable[[Path], bool],
     newest: int | None = None,
 ) -> list[Path]:
-    """Return the checkpoints to remove, all of which are older than the newest valid ones.
+    """Return the checkpoints to remove, all of which are older than the newest undamaged ones.
 
     Damaged checkpoints do not count and are kept.
 

@@ -1,1 +1,1 @@
-"""Provide samples and tokenizers for the built-in trainer."""
+"""Provide samples and tokenizers to the built-in trainer."""

@@ -1,4 +1,4 @@
-"""Build training, validation and test samples from megatron-core's datasets, from the run's position on.
+"""Build training, validation and test samples from megatron-core's datasets, starting at the run's position.
 
 Each process reads its own samples (the files are memory-mapped), so tensor-parallel ranks need no broadcast,
 and middle pipeline stages read nothing.
@@ -29,7 +29,7 @@ Batches = list[Iterator[Batch]] | None  # of each chunk of the model
 
 
 class Datasets(NamedTuple):
-    """Datasets of a run.
+    """The training, validation and test datasets of a run.
 
     A dataset is None if its split is empty or not needed.
 
@@ -74,7 +74,7 @@ def datasets(flags: DatasetFlags) -> Datasets:
 
 
 def _sizes(flags: DatasetFlags, read: Mapping[str, bool], validation: int | None) -> list[int | None]:
-    """Return the numbers of training, validation and test samples.
+    """Return the numbers of training, validation and test samples that a run needs.
 
     None stands for all samples of a split.
     """
@@ -84,7 +84,7 @@ def _sizes(flags: DatasetFlags, read: Mapping[str, bool], validation: int | None
 
 
 def _alone(flags: DatasetFlags, kind: Any, prefix: str, samples: int | None) -> Any:
-    """Return the validation dataset of one prefix with ``samples`` samples.
+    """Return a validation dataset of ``samples`` samples that is built from a single dataset prefix.
 
     If ``samples`` is None, it has all samples.
     """
@@ -110,7 +110,7 @@ def _config(flags: DatasetFlags, source: Mapping[str, Any]) -> Any:
 
 
 def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
-    """Warn if most tokens of the first samples are unknown to the vocabulary."""
+    """Warn if most tokens of the first samples are unknown to the model's vocabulary."""
     unknown = tokenizers.build(flags.tokenizer).unknown
     if unknown is None:
         return
@@ -122,7 +122,7 @@ def _warn_of_unknown_tokens(flags: DatasetFlags, dataset: Any) -> None:
 
 
 def build(kind: Any, sizes: Sequence[int | None], config: Any) -> Datasets:
-    """Build megatron-core's datasets of the given class.
+    """Build datasets of the given megatron-core class.
 
     All ranks must call this.
 
@@ -172,7 +172,7 @@ def _mock_indices_unmentioned() -> Iterator[None]:
 
 
 def _source(flags: DatasetFlags, read: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the options that define the source of each split for megatron-core.
+    """Return the options that tell megatron-core from which files each split is built.
 
     Mock data has no source.
     """
@@ -190,7 +190,7 @@ def _blend(words: Sequence[str] | None, flag: str) -> tuple[list[str], list[floa
 
 
 def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
-    """Exclude unused splits without changing the documents of the other splits.
+    """Exclude splits that are not used, without changing the documents of the other splits.
 
     megatron-core (0.12 to 0.16) searches endlessly for the first token of a split without documents.
     """
@@ -200,13 +200,14 @@ def _leave_out_unread_parts(config: Any, sizes: Sequence[int | None]) -> None:
 
 
 def evaluation_count(flags: DatasetFlags) -> int:
-    """Return the number of batches for all evaluations of a run, including the one at the end."""
+    """Return the number of batches for all evaluations of a run, including the final one."""
     between = flags.train_iters // flags.eval_interval if flags.eval_interval else 0
     return (between + 1) * flags.eval_iters
 
 
 class ResumableBatchSampler:
-    """Yields sample indices for the micro-batches of one data-parallel rank, after ``consumed`` samples.
+    """Yield sample indices for the micro-batches of one data-parallel rank, starting after ``consumed``
+    samples.
 
     Args:
         order: maps a position, counted from 0 since the start of the run, to a sample of the dataset.
@@ -230,7 +231,7 @@ class ResumableBatchSampler:
 
 
 def training_batches(flags: BatchFlags, dataset: Dataset | None, consumed: int) -> Batches:
-    """Return ``batches`` for the training samples, organized in epochs if the flags request it."""
+    """Return the ``batches`` of the training samples, organized in epochs if the flags request it."""
     order = None if flags.epoch_samples is None else Passes(flags.epoch_samples, flags.seed)
     return batches(flags, dataset, consumed, order)
 
@@ -238,7 +239,7 @@ def training_batches(flags: BatchFlags, dataset: Dataset | None, consumed: int) 
 def batches(
     flags: BatchFlags, dataset: Dataset | None, consumed: int, order: Callable[[int], int] | None = None
 ) -> Batches:
-    """Return an endless iterator of micro-batches for each model chunk.
+    """Return an endless iterator over micro-batches for each model chunk.
 
     The iterator is None for chunks that need no data.
 
@@ -265,7 +266,7 @@ def micro_batches(
     order: Callable[[int], int],
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[Batch]:
-    """Yield this process's micro batches on its device, endlessly.
+    """Yield this process's micro-batches on its device, endlessly.
 
     Args:
         consumed: the number of samples that all ranks have used.

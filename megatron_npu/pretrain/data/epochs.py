@@ -1,4 +1,4 @@
-"""Order the samples in epochs.
+"""Order the training samples in epochs.
 
 Each sample occurs once per epoch, and each epoch has a new order.
 
@@ -38,18 +38,20 @@ def _training_tokens(flags: SourceFlags, prefix: str) -> int:
 
 
 class RoundAndRound:
-    """Sample order that repeats the dataset's order endlessly."""
+    """A sample order that repeats the order of the dataset endlessly."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
     def __call__(self, number: int) -> int:
-        """Return the sample at a position, counted from 0."""
+        """Return the index of the sample at a position, counted from 0."""
         return number % self.samples
 
 
 class Passes:
-    """Sample order over epochs. The first epoch uses the dataset's order, which is already shuffled.
+    """A sample order that consists of consecutive epochs.
+
+    The first epoch uses the dataset's order, which is already shuffled.
 
     Args:
         samples: the number of samples per epoch.
@@ -62,7 +64,7 @@ class Passes:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may lie in two epochs
 
     def __call__(self, number: int) -> int:
-        """Return the sample at a position, counted from 0 across all epochs."""
+        """Return the index of the sample at a position, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.samples)
         return place if epoch == 0 else int(self._order(epoch)[place])
 

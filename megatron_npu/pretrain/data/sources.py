@@ -1,4 +1,6 @@
-"""Parse the sources of samples: dataset prefixes, their weights, and the shares of the splits."""
+"""Parse the flags for the sources of samples: dataset prefixes, their weights, and the sizes of the
+splits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ PARTS = ("train", "valid", "test")  # in the order of a split; a flag --PART-dat
 
 
 def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] | None, list[str]]:
-    """Parse dataset prefixes, each optionally preceded by a weight.
+    """Parse a list of dataset prefixes, each of which may be preceded by a weight.
 
     Return the weights (or None) and the prefixes.
 
@@ -37,7 +39,7 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
 
 
 def tell_of_repeated(prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Log on rank 0 which datasets are named more than once, also under different names.
+    """Log on rank 0 which datasets are listed more than once, even under different names.
 
     Each occurrence is sampled separately, so the number of times that a sample occurs per epoch follows from
     the sum of the weights.
@@ -64,7 +66,7 @@ def _number(text: str) -> float | None:
 
 
 def split_shares(text: str) -> list[float]:
-    """Return the shares of training, validation and test data in ``--split``.
+    """Return the fractions of training, validation and test data in ``--split``.
 
     Raises:
         UsageError: the shares are not valid numbers.
@@ -83,7 +85,7 @@ def split_shares(text: str) -> list[float]:
 
 
 def split_text(text: str) -> str:
-    """Return a ``--split`` value in megatron-core's format, with digits and dots only.
+    """Return the value of ``--split`` in megatron-core's format, with digits and dots only.
 
     A value that already has this form is unchanged, because it is part of the name of cached indices.
     """
@@ -93,6 +95,6 @@ def split_text(text: str) -> str:
 
 
 def sizes_of_parts(shares: Sequence[float], sequences: int) -> list[int]:
-    """Return the number of sequences (usually one per document) that megatron-core assigns to each split."""
+    """Return how many sequences (usually one per document) megatron-core assigns to each split."""
     bounds = [round(sum(shares[:part]) / sum(shares) * sequences) for part in range(4)]
     return [last - first for first, last in itertools.pairwise(bounds)]

@@ -1,4 +1,6 @@
-"""Build the tokenizer of a run: GPT-2's tokenizer, a Hugging Face tokenizer, or none for numeric data."""
+"""Build the tokenizer of a run, which is GPT-2's, one from Hugging Face, or a null tokenizer for numeric
+data.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 
 def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
-    """Return the token ids of ``more`` when it follows ``text``.
+    """Return the token ids that ``more`` adds to a text when it follows ``text``.
 
     GPT-2's tokenizers encode ``more`` separately, as Megatron's LAMBADA does. A Hugging Face tokenizer may
     add tokens at the beginning of every text, so it must encode both texts together.
@@ -25,7 +27,7 @@ def continuation(tokenizer: Tokenizer, text: str, more: str) -> list[int]:
 
 
 def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
-    """Return the model's vocabulary size: the tokenizer's size or, if it is larger, --vocab-size.
+    """Return the model's vocabulary size, which is the tokenizer's or, if larger, the value of --vocab-size.
 
     Raises:
         UsageError: ``--vocab-size`` is smaller than the tokenizer's number of tokens.
@@ -93,7 +95,7 @@ _OF_MODELS = ("config.json", "generation_config.json", "*.index.json", "trainer_
 
 
 def hashes(flags: TokenizerFlags) -> dict[str, str]:
-    """Return the SHA-256 of each tokenizer file by name.
+    """Return the SHA-256 hash of each tokenizer file by name.
 
     The sums are used to detect a changed vocabulary.
     """
@@ -114,7 +116,8 @@ def _hash(path: Path) -> str:
 
 
 class DatasetTokenizer:
-    """Tokenizer interface of megatron-core's datasets: size, end of document and identity.
+    """The tokenizer interface that megatron-core's datasets use: vocabulary size, end of document, and
+    identity.
 
     The identity is part of the name of cached indices, so it must be the same in every run.
     """

@@ -1,4 +1,4 @@
-"""Provide validation samples from one or several sets, either successive samples or the whole set."""
+"""Provide validation samples from one or more sets, either successive samples or whole sets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _whole(flags: EvaluationFlags, name: str, dataset: Any) -> ValidationSet:
 
 
 class Padded(Dataset):
-    """Dataset that is padded with uncounted samples, so that its last global batch is complete.
+    """Dataset with additional samples that are not counted, so that its last global batch is complete.
 
     Args:
         dataset: a dataset whose samples have a ``loss_mask``.

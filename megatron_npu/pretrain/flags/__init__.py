@@ -1,1 +1,1 @@
-"""Declare and check the flags of the built-in trainer, and derive values from them."""
+"""Declare and check the flags of the built-in trainer, and derive other values from them."""

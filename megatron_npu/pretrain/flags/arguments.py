@@ -1,4 +1,5 @@
-"""Declare the flags of ``megatron-npu pretrain``, with megatron-core 0.16's names, meanings and defaults.
+"""Declare the flags of ``megatron-npu pretrain``, with the names, meanings and defaults of megatron-core
+0.16.
 
 Some flags are additions of this project. ``parse`` only parses flags; ``validation.check`` checks them
 against each other and against the machine.
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line and return the flags' values.
+    """Parse the command line, and return the values of the flags.
 
     Raises:
         UsageError: a flag is unknown, a required flag is missing, or a value has the wrong type.

@@ -24,7 +24,7 @@ class Ramp:
 
     @staticmethod
     def of(args: Namespace) -> Ramp | None:
-        """Return the ramp that the flags define, or None if the batch size is constant."""
+        """Return the batch-size ramp that the flags define, or None if the batch size is constant."""
         words = getattr(args, "rampup_batch_size", None)
         if not words:
             return None

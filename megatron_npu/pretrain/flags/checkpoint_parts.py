@@ -1,4 +1,6 @@
-"""Define the parts of a run's plan for checkpoints: what is stored, what is loaded, and compatibility."""
+"""Define the checkpoint parts of a run's plan: what is stored, what is loaded, and what must be
+compatible.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class LayoutFlags(Part):
     num_experts: int | None
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that must be unchanged for each rank to find its own state, keyed by flag name."""
+        """Return the sizes that must stay the same for each rank to find its own state, keyed by flag
+        name.
+        """
         result = {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
@@ -66,7 +70,7 @@ class LayoutFlags(Part):
 
 @dataclass(frozen=True)
 class ResumeFlags(LayoutFlags):
-    """Flags that decide whether a run can read a checkpoint's weights and optimizer state."""
+    """Flags that decide whether a run is able to read a checkpoint's weights and optimizer state."""
 
     fully_sharded: str | None
     sharding: str
@@ -80,7 +84,7 @@ class ResumeFlags(LayoutFlags):
 
 @dataclass(frozen=True)
 class LoadFlags(LayoutFlags):
-    """Flags that select the checkpoint, the parts of it to load, and how the schedule continues."""
+    """Flags that select the checkpoint, which parts of it are loaded, and how the schedule continues."""
 
     load: str
     ckpt_step: int | None

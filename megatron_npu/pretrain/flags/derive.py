@@ -22,12 +22,12 @@ NOTHING: Mapping[str, str | None] = MappingProxyType({})
 
 
 def version(args: Namespace, of_core: str) -> None:
-    """Set the megatron-core version."""
+    """Store megatron-core's version in the flags."""
     args.megatron_version = of_core
 
 
 def process(args: Namespace) -> None:
-    """Set this process's ranks, and the defaults that depend on the device."""
+    """Store this process's ranks in the flags, and the defaults that depend on the device."""
     args.rank = int(os.environ.get("RANK", "0"))
     args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -40,7 +40,7 @@ def process(args: Namespace) -> None:
 
 
 def model(args: Namespace) -> None:
-    """Set the layer sizes, and the flags for which other flags are abbreviations."""
+    """Set the sizes of the layers, and the flags that other flags abbreviate."""
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
@@ -65,12 +65,12 @@ def latent(args: Namespace) -> None:
 
 
 def precision(args: Namespace, wanted: str) -> None:
-    """Set ``bf16`` or ``fp16`` for ``--mixed-precision``."""
+    """Set ``bf16`` or ``fp16`` according to ``--mixed-precision``."""
     setattr(args, wanted, True)
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Set the FSDP that shards the weights (``megatron``, ``torch`` or None) and Megatron's sharding
+    """Set which FSDP shards the weights (``megatron``, ``torch`` or None), and Megatron's sharding
     strategy.
     """
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
@@ -79,7 +79,7 @@ def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -
 
 
 def distributed_optimizer(args: Namespace) -> None:
-    """Select the distributed optimizer."""
+    """Set whether the distributed optimizer is used."""
     args.use_distributed_optimizer = True
 
 
@@ -97,7 +97,7 @@ def precision_aware_optimizer(args: Namespace) -> None:
 
 
 def recompute_all(args: Namespace) -> None:
-    """Set the flags for ``--checkpoint-activations``."""
+    """Set the recomputation flags that ``--checkpoint-activations`` implies."""
     if args.recompute_granularity is None:  # not by older_flags
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
 
@@ -120,7 +120,7 @@ def experts(args: Namespace) -> None:
 
 
 def expert_layers(args: Namespace) -> list[bool]:
-    """Return for each layer whether it has experts, as ``--moe-layer-freq`` specifies."""
+    """Return, for each layer, whether it has experts, according to ``--moe-layer-freq``."""
     frequency = args.moe_layer_freq
     if args.num_experts is None:
         return [False] * args.num_layers
@@ -130,7 +130,7 @@ def expert_layers(args: Namespace) -> list[bool]:
 
 
 def expert_layout(args: Namespace) -> None:
-    """Set the expert-tensor-parallel size.
+    """Set the default of the expert-tensor-parallel size.
 
     By default, it equals the tensor-parallel size.
     """
@@ -139,7 +139,7 @@ def expert_layout(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Set the flags for ``--recompute-activations``."""
+    """Set the recomputation flags that ``--recompute-activations`` implies."""
     if args.recompute_activations:
         args.recompute_granularity = "selective"
 
@@ -151,7 +151,7 @@ def layout(args: Namespace) -> None:
 
 
 def model_parallel_size(args: Namespace) -> int:
-    """Return the number of processes that share one model and one batch."""
+    """Return the number of processes that share one copy of the model and one batch."""
     return args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
 
 
@@ -173,17 +173,17 @@ def global_batch_size(args: Namespace) -> None:
 
 
 def micro_batches(args: Namespace) -> None:
-    """Set the number of micro batches per data-parallel rank and iteration."""
+    """Set the number of micro-batches per data-parallel rank and iteration."""
     args.num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
 
 
 def length(args: Namespace) -> None:
-    """Set whether the run trains at all, before any data is read."""
+    """Record whether the run trains at all, before any data is read."""
     args.trains = args.train_iters != 0
 
 
 def iterations(args: Namespace) -> None:
-    """Set the number of iterations for the given samples or epochs."""
+    """Set the number of iterations that correspond to the given samples or epochs."""
     samples = samples_in_all(args)
     if samples is not None:
         args.train_iters = _iterations(args, 0, samples)
@@ -209,12 +209,12 @@ def vocabulary(args: Namespace, size: int) -> None:
 
 
 def tokenizer_hashes(args: Namespace, hashes: dict[str, str]) -> None:
-    """Set the hashes of the tokenizer files, which checkpoints store."""
+    """Set the hashes of the tokenizer's files, which are stored in checkpoints."""
     args.tokenizer_files = hashes
 
 
 def data(args: Namespace, there: bool) -> None:
-    """Set whether the run has data, and reset the number of samples per epoch."""
+    """Record whether the run has data, and reset the number of samples per epoch."""
     args.has_data, args.epoch_samples = there, None
 
 
@@ -229,12 +229,12 @@ def last_good(args: Namespace, iteration: int | None) -> None:
 
 
 def beginning(args: Namespace, place: Path | None) -> None:
-    """Set the checkpoint to resume from, or None to start from scratch."""
+    """Set the checkpoint to resume from, or None to start from the beginning."""
     args.load_from = None if place is None else str(place)
 
 
 def loaded(args: Namespace, *, has_optimizer: bool, has_rng: bool) -> None:
-    """Set which parts of the checkpoint are loaded in addition to the weights."""
+    """Set which parts of the checkpoint, besides the weights, are loaded."""
     args.load_optim = not (args.finetune or args.no_load_optim) and has_optimizer
     args.load_rng = not (args.finetune or args.no_load_rng) and has_rng
 
@@ -245,7 +245,7 @@ def widened(args: Namespace) -> None:
 
 
 def grouped_experts(args: Namespace) -> None:
-    """Set whether a loaded model uses grouped experts.
+    """Set whether the loaded model uses grouped experts.
 
     megatron-core 0.16 supports them only in bf16.
     """
@@ -260,7 +260,7 @@ def samples_in_all(args: Namespace) -> int | None:
 
 
 def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> None:
-    """Set the last iteration of a resumed run whose length is given in samples.
+    """Set the last iteration of a resumed run if its length is given in samples.
 
     The batch size may have changed since the checkpoint.
     """
@@ -270,26 +270,26 @@ def iterations_from(args: Namespace, iteration: int, consumed_samples: int) -> N
 
 
 def _iterations(args: Namespace, begin: int, end: int) -> int:
-    """Return the number of whole global batches between two sample counts."""
+    """Return the number of complete global batches between two sample counts."""
     ramp = Ramp.of(args)
     return max(0, end - begin) // args.global_batch_size if ramp is None else ramp.iterations(begin, end)
 
 
 def split(args: Namespace) -> None:
-    """Set Megatron's default ``--split`` if all splits come from the same data."""
+    """Set ``--split`` to Megatron's default if all splits come from the same data."""
     if args.split is None and not args.train_data_path:
         args.split = "969, 30, 1"
 
 
 def optimizer(args: Namespace) -> None:
-    """Set the dtype of gradients, and a default learning rate if the run does not require one."""
+    """Set the dtype of gradients, and a default learning rate for runs that do not require one."""
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16 and args.main_grads_dtype == "fp32"
     if args.lr is None and not args.train_iters:
         args.lr = args.min_lr
 
 
 def schedule(args: Namespace) -> None:
-    """Set the end of the learning-rate decay in the unit of the run's length."""
+    """Set the end of the learning-rate decay in the same unit as the run's length."""
     if args.train_samples is not None:
         args.lr_decay_samples = args.lr_decay_samples or args.train_samples
     else:
@@ -303,7 +303,7 @@ def weight_decay(args: Namespace) -> None:
 
 
 def plot(args: Namespace) -> None:
-    """Set whether a plot is written.
+    """Set whether the run writes a plot.
 
     This requires a destination and matplotlib.
     """

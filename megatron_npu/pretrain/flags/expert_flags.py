@@ -18,7 +18,8 @@ _EXAMPLE = "a number, or a pattern such as ([0]*1+[1]*3)*2"
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """Parse ``--moe-layer-freq``: an interval of layers with experts, or a list with 0 or 1 for each layer.
+    """Parse ``--moe-layer-freq``: the interval between layers with experts, or a list with 0 or 1 for each
+    layer.
 
     Upstream evaluates the text as Python. Here, only integers and lists of 0 and 1 combined with ``+`` and
     ``*`` are accepted, with the same meaning.
@@ -62,21 +63,25 @@ def _combined(operator: ast.operator, left: int | list[int], right: int | list[i
 
 
 class _OneOrMany(argparse.Action):
-    """Store a single value as a scalar and several values as a list, as Megatron does."""
+    """Argument action that stores a single value as a scalar and several values as a list, as Megatron
+    does.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 def of_a_dense_model() -> dict[str, Any]:
-    """Return the expert flags' values for a model without experts, such as one from an old checkpoint."""
+    """Return the values of the expert flags for a model without experts, such as one from an old
+    checkpoint.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     add(parser.add_argument)
     return vars(parser.parse_args([])) | {"expert_tensor_parallel_size": 1}
 
 
 def add(add: Add) -> None:
-    """Add the expert flags to a parser.
+    """Add to a parser the flags of mixture-of-experts models.
 
     All except ``--num-experts`` have an effect only together with ``--num-experts``.
     """

@@ -1,4 +1,4 @@
-"""Store flags and derived values, which are set once and then become read-only."""
+"""Store flags and derived values, which become read-only after they are set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 
 class Flags(Namespace):
-    """Flag values by name. ``derive`` sets them; after ``freeze`` they are read-only."""
+    """The values of flags by name. ``derive`` sets them; after ``freeze`` they are read-only."""
 
     __slots__ = ("_is_frozen",)
 
@@ -16,7 +16,7 @@ class Flags(Namespace):
         self._is_frozen = True
 
     def changed(self, **values: object) -> Flags:
-        """Return a frozen copy with some values changed."""
+        """Return a frozen copy in which some values are changed."""
         result = Flags(**{**vars(self), **values})
         result.freeze()
         return result

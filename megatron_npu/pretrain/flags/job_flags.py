@@ -1,4 +1,4 @@
-"""Declare the flags of the job: when a run ends, which checkpoints it keeps, and how it is validated."""
+"""Declare the flags that determine when a run ends, which checkpoints it keeps, and how it is validated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNHEARD = ("SIGKILL", "SIGSTOP")  # no process hears of them
 
 
 def add_ramp(add: Add) -> None:
-    """Add the flags of the batch size ramp."""
+    """Add to a parser the flags of the batch-size ramp."""
     add(
         "--rampup-batch-size",
         type=positive,
@@ -26,7 +26,7 @@ def add_ramp(add: Add) -> None:
 
 
 def add_ends(add: Add) -> None:
-    """Add the flags that end a run early."""
+    """Add to a parser the flags that can end a run early."""
     add_shared(add, "--exit-interval")
     add(
         "--exit-duration-in-mins",
@@ -45,7 +45,7 @@ def add_ends(add: Add) -> None:
 
 
 def add_step_graph(add: Add) -> None:
-    """Add the flags for capturing a step as a CUDA graph."""
+    """Add to a parser the flags for capturing a training step as a CUDA graph."""
     add(
         "--cuda-graph-impl",
         choices=["none", "local"],
@@ -63,7 +63,7 @@ def add_step_graph(add: Add) -> None:
 
 
 def add_retention(add: Add) -> None:
-    """Add the flags that select the checkpoints to keep."""
+    """Add to a parser the flags that select which checkpoints are kept."""
     add(
         "--save-retain-interval",
         type=positive,
@@ -78,7 +78,7 @@ def add_retention(add: Add) -> None:
 
 
 def add_validation(add: Add) -> None:
-    """Add the flags that select the validation data."""
+    """Add to a parser the flags that select the validation data."""
     add(
         "--full-validation",
         action="store_true",
@@ -93,7 +93,7 @@ def add_validation(add: Add) -> None:
 
 
 def add_wandb(add: Add) -> None:
-    """Add the flags of Weights & Biases."""
+    """Add to a parser the flags of Weights & Biases."""
     add(
         "--wandb-project",
         metavar="NAME",

@@ -20,7 +20,7 @@ NAMES = """
 
 
 def add(add: Add) -> None:
-    """Add the attention flags to a parser.
+    """Add to a parser the flags of multi-latent attention.
 
     All except the first have an effect only with the first, or with yarn.
     """
@@ -38,7 +38,9 @@ def add(add: Add) -> None:
 
 
 def add_attention(add: Add) -> None:
-    """Add the attention flags to a parser, except those that yarn also uses without latent attention."""
+    """Add to a parser the attention flags, except those that yarn also uses without multi-latent
+    attention.
+    """
     add(
         "--multi-latent-attention",
         action="store_true",
@@ -72,7 +74,7 @@ def add_attention(add: Add) -> None:
 
 
 def add_prediction(add: Add) -> None:
-    """Add the flags of multi-token prediction."""
+    """Add to a parser the flags of multi-token prediction."""
     add(
         "--mtp-num-layers",
         type=positive,

@@ -17,7 +17,7 @@ COEFFICIENTS = ("simple", "quintic", "polar_express")
 
 
 def add(add: Add) -> None:
-    """Add the flags that have an effect only with ``--optimizer muon``."""
+    """Add to a parser the flags that only ``--optimizer muon`` uses."""
     add("--muon-momentum", type=number, default=0.9, help="momentum of Muon's gradient averaging")
     add(
         "--muon-nesterov",
@@ -63,5 +63,5 @@ def add(add: Add) -> None:
 
 
 def installed() -> bool:
-    """Return True if the package that contains Muon is installed."""
+    """Return True if the package that provides Muon is installed."""
     return is_installed(PACKAGE)

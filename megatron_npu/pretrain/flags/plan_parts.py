@@ -1,4 +1,4 @@
-"""Define the parts of a run's plan.
+"""Define the parts of a run's plan, each of which contains the flags of one subject.
 
 Each part is a frozen class for one subject, with typed fields named like the flags.
 
@@ -22,11 +22,11 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True)
 class Part:
-    """Flags of one subject, as fields with the same names as the flags."""
+    """Base class for the flags of one subject, whose fields have the names of the flags."""
 
     @classmethod
     def of(cls: type[_Part], args: Namespace) -> _Part:
-        """Create this part from resolved flags.
+        """Create this part of the plan from resolved flags.
 
         Raises:
             AttributeError: a flag is missing.
@@ -37,13 +37,13 @@ class Part:
 
     @classmethod
     def _derived(cls, args: Namespace) -> dict[str, Any]:
-        """Return the values of fields that are not copies of the flag with the same name."""
+        """Return the values of fields that are not copied from the flag with the same name."""
         return {}
 
 
 @dataclass(frozen=True)
 class WandbFlags(Part):
-    """Destination of a run in Weights & Biases.
+    """Flags that determine where a run is logged in Weights & Biases.
 
     ``place`` is the local folder; ``config`` contains all flags, which the web site displays.
     """
@@ -61,7 +61,7 @@ class WandbFlags(Part):
 
 @dataclass(frozen=True)
 class SinkFlags(Part):
-    """Destinations of a run's reports.
+    """Flags that determine where a run's reports are written.
 
     ``wandb`` is None without --wandb-project.
     """
@@ -82,7 +82,7 @@ class SinkFlags(Part):
 
 @dataclass(frozen=True)
 class ModelSizes(Part):
-    """Sizes from which FLOPs are computed.
+    """Sizes of the model from which the number of FLOPs is computed.
 
     ``expert_layers`` contains for each layer whether it has experts.
     """
@@ -116,7 +116,7 @@ class ModelSizes(Part):
 
 @dataclass(frozen=True)
 class LogFlags(SinkFlags):
-    """Flags that the log lines include.
+    """Flags whose values appear in log lines.
 
     ``ramps`` is True if the global batch size ramps up.
     """
@@ -141,7 +141,7 @@ class LogFlags(SinkFlags):
 
 @dataclass(frozen=True)
 class TokenizerFlags(Part):
-    """Tokenizer and its files.
+    """Flags that specify the tokenizer and its files.
 
     ``null_tokenizer_eod_id`` is None in ``train``, which does not have the flag.
     """
@@ -203,7 +203,7 @@ class DatasetFlags(SourceFlags):
 
 @dataclass(frozen=True)
 class BatchFlags(Part):
-    """Flags for reading micro-batches.
+    """Flags that determine how micro-batches are read.
 
     ``epoch_samples`` is the number of samples per epoch, or None without --epochs.
     """
@@ -217,7 +217,7 @@ class BatchFlags(Part):
 
 @dataclass(frozen=True)
 class SampleFlags(Part):
-    """Flags for generating samples during training."""
+    """Flags for generating sample texts during training."""
 
     sample_prompt: list[str]
     sample_tokens: int
@@ -244,7 +244,7 @@ class SaveFlags(Part):
 
 @dataclass(frozen=True)
 class LoopFlags(Part):
-    """Actions between two steps, with their intervals."""
+    """Flags that set what happens between two steps, and at which intervals."""
 
     log_interval: int
     eval_interval: int | None
@@ -255,7 +255,7 @@ class LoopFlags(Part):
 
 @dataclass(frozen=True)
 class EndFlags(Part):
-    """Conditions that end a run before its last iteration."""
+    """Flags that can end a run before its last iteration."""
 
     exit_signal: str
     exit_signal_handler: bool
@@ -276,7 +276,7 @@ class GuardFlags(Part):
 
 @dataclass(frozen=True)
 class EvaluationFlags(Part):
-    """Flags for evaluations.
+    """Flags that determine how the model is evaluated.
 
     ``samples`` is None without --sample-prompt.
     """
@@ -295,7 +295,7 @@ class EvaluationFlags(Part):
 
 @dataclass(frozen=True)
 class ExpertFlags(Part):
-    """Flags for balancing the load of experts.
+    """Flags for balancing the load of the experts.
 
     ``layers`` says for each layer whether it has experts; prediction layers come last.
     """
@@ -316,7 +316,7 @@ class ExpertFlags(Part):
 
 @dataclass(frozen=True)
 class ModelFlags(Part):
-    """Flags from which a GPT model is built in addition to its configuration.
+    """Flags from which a GPT model is built, in addition to the model's configuration.
 
     ``yarn_scale`` is YaRN's factor for queries and keys.
     """
@@ -356,7 +356,7 @@ class ModelFlags(Part):
 
 @dataclass(frozen=True)
 class ScheduleFlags(Part):
-    """Schedules of the learning rate and the weight decay."""
+    """Flags that define the schedules of the learning rate and the weight decay."""
 
     lr: float
     min_lr: float
@@ -380,7 +380,7 @@ class ScheduleFlags(Part):
     global_batch_size: int
 
     def in_samples(self) -> tuple[int, int, float, int | None]:
-        """Return the lengths of the run, the decay, the warm-up and the WSD decay, all in samples."""
+        """Return the lengths of the run, the decay, the warm-up and the WSD decay, each in samples."""
         unit, names = self.global_batch_size, "iters"
         if self.train_samples is not None:
             unit, names = 1, "samples"

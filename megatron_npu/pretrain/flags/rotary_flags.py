@@ -1,4 +1,4 @@
-"""Declare the flags of rotary embeddings, with Megatron's names where they exist."""
+"""Declare the flags of rotary embeddings, using Megatron's names where they exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROTATED = ("rope", "yarn")  # values of --position-embedding-type
 
 
 def add(add: Add) -> None:
-    """Add the flags that apply to every rotary embedding."""
+    """Add to a parser the flags that apply to every rotary embedding."""
     add(
         "--rotary-percent",
         type=number,
@@ -69,7 +69,7 @@ def add(add: Add) -> None:
 
 
 def add_scaling(add: Add) -> None:
-    """Add the flags that have an effect only with ``--use-rope-scaling``."""
+    """Add to a parser the flags that only ``--use-rope-scaling`` uses."""
     add(
         "--rope-scaling-type",
         choices=[LLAMA3, DYNAMIC],
@@ -97,7 +97,7 @@ def add_scaling(add: Add) -> None:
 
 
 def add_yarn(add: Add) -> None:
-    """Add the flags that have an effect only with ``--position-embedding-type yarn``."""
+    """Add to a parser the flags that only ``--position-embedding-type yarn`` uses."""
     add(
         "--yarn-original-max-position-embeddings",
         type=positive,

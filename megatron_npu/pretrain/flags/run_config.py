@@ -1,4 +1,5 @@
-"""Implement ``--config FILE`` and ``--preset NAME``: flags from a file, and sizes of known models.
+"""Implement ``--config FILE`` and ``--preset NAME``, which read flags from a file or set the sizes of a known
+model.
 
 ``text_of`` writes such a file; each run saves its flags as ``<save>/config.yaml``.
 
@@ -63,7 +64,7 @@ def add(group: Add) -> None:
 
 
 def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command line in which the flags of --preset and --config precede the user's flags.
+    """Return the command line with the flags from --preset and --config placed before the user's flags.
 
     Raises:
         UsageError: the preset or file does not exist, or a line does not set a flag to a valid value.
@@ -81,7 +82,7 @@ def expanded(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Return the text of a ``--config`` file with the flags of a command line.
+    """Return the text of a ``--config`` file that is equivalent to the flags of a command line.
 
     Args:
         typed: the result of ``arguments.parse``.
@@ -105,7 +106,7 @@ def text_of(typed: argparse.Namespace, resolved: argparse.Namespace, parser: arg
 
 
 def _line(action: argparse.Action, value: Any) -> str | None:
-    """Return the configuration line of a flag, or None for a switch that was not used."""
+    """Return the line of a configuration file for a flag, or None for a switch that is not set."""
     if isinstance(action, argparse.BooleanOptionalAction):
         return f"{action.option_strings[0 if value else -1].removeprefix('--')}: true"
     name = action.option_strings[0].removeprefix("--")
@@ -131,7 +132,7 @@ def _quoted(text: str) -> str:
 
 
 def _taken_out(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the command line without --config and --preset, followed by the values of both flags."""
+    """Remove --config and --preset from a command line, and return it and the values of these two flags."""
     rest: list[str] = []
     values: dict[str, list[str]] = {"--config": [], "--preset": []}
     words = iter(argv)
@@ -159,7 +160,7 @@ def _preset(name: str) -> str:
 
 
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag in a file with its values.
+    """Yield each flag in a configuration file with its values.
 
     Switches with the value false are omitted.
     """
@@ -187,7 +188,7 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> Iterator[tuple[str,
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the location and the text of each non-empty line, without its comment."""
+    """Yield the location and the text of each line that is not empty, without comments."""
     try:
         content = given_files.text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -206,7 +207,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _flag_and_value(line: str, where: str) -> tuple[str, str]:
-    """Split a configuration line at its colon.
+    """Split a line of a configuration file at its colon.
 
     Raises:
         UsageError: the line is indented, or is not of the form ``flag: value``.
@@ -242,7 +243,7 @@ def _without_comment(line: str) -> str:
 
 
 def _values(text: str, where: str) -> list[str]:
-    """Return a scalar, or the elements of a list in brackets."""
+    """Return the values in a configuration line as a list, from either a scalar or a list in brackets."""
     if text[0] in "{|>&*!":
         raise UsageError(
             f"{where}: the value must be a plain value or [a, b], but is {text}",

@@ -1,4 +1,6 @@
-"""Derive the plan of a run from its flags: ranks, length, batches and the position to resume from."""
+"""Derive the plan of a run from its flags: the ranks, the length, the batches and the position to resume
+from.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from megatron_npu.pretrain.flags.plan_parts import (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run, specified by its resolved flags.
+    """The plan of a run, which follows from the run's resolved flags.
 
     Attributes:
         rank, world_size: the number of this process, and the number of processes.
@@ -85,7 +87,7 @@ class RunPlan:
 
     @staticmethod
     def of(args: Flags) -> RunPlan:
-        """Create the plan from resolved flags, the result of ``validation.check``."""
+        """Create the plan from resolved flags, which ``validation.check`` returns."""
         return RunPlan(
             rank=args.rank,
             world_size=args.world_size,
@@ -123,21 +125,21 @@ class RunPlan:
         )
 
     def batch_behind(self, samples: int) -> int:
-        """Return the size of the global batch after the given number of sequences."""
+        """Return the size of the global batch that follows the given number of sequences."""
         return self.global_batch_size if self.ramp is None else self.ramp.size(samples)
 
     def micro_batches_of(self, samples: int) -> int:
-        """Return the number of forward passes per rank for the given number of sequences on all ranks."""
+        """Return how many forward passes each rank needs for the given number of sequences on all ranks."""
         return samples // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens per iteration on all ranks."""
+        """The number of tokens per iteration on all ranks."""
         return self.global_batch_size * self.seq_length
 
     @property
     def only_saves(self) -> bool:
-        """True if the run has no iterations and only initializes or loads the model, and saves it."""
+        """True if the run has no iterations, and only initializes or loads the model in order to save it."""
         return self.iterations == 0
 
 

@@ -78,7 +78,7 @@ _NOT_OF_THE_MODEL = tuple(
 
 
 def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for the model in a stock checkpoint.
+    """Return the trainer's arguments for the model in a stock script's checkpoint.
 
     Arguments that depend on its tokenizer are not included.
 
@@ -114,7 +114,8 @@ def to_driver(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a GPT model equivalent to a hybrid model of attention and MLP layers.
+    """Convert the arguments of a hybrid model of attention and MLP layers to those of an equivalent GPT
+    model.
 
     Raises:
         UsageError: the hybrid model contains other layers.
@@ -127,7 +128,7 @@ def _as_gpt(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _counts_the_end(values: Mapping[str, Any]) -> bool:
-    """Return True if ``vocab_size`` includes the end-of-document token (NullTokenizer since 0.18).
+    """Return True if ``vocab_size`` includes the end-of-document token, as for NullTokenizer since 0.18.
 
     In earlier versions, and in the built-in trainer, that token is added to ``vocab_size``. The version is
     recognized by a flag that the scripts introduced in 0.18.
@@ -171,7 +172,7 @@ def _other_classes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _other_fields(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values for TransformerConfig fields that the built-in trainer cannot set."""
+    """Yield the values of ``TransformerConfig`` fields for which the built-in trainer has no flags."""
     import dataclasses
 
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -219,7 +220,7 @@ def to_stock(args: Namespace, train_samples: int = 0, valid_samples: int = 0) ->
 
 
 def beyond(args: Namespace) -> list[str]:
-    """Return the model settings that the stock scripts do not support, each with the reason.
+    """Return the settings of a model that the stock scripts do not support, each with a reason.
 
     With these settings, the scripts would compute a different model. ``--use-checkpoint-args`` does not help,
     because the scripts read neither scaling nor windows from a checkpoint. Windows themselves are flags of

@@ -53,7 +53,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check) -> Flags:
-    """Return a frozen copy of the flags with all derived values.
+    """Check all flags, and return a frozen copy of the flags with all derived values.
 
     The given flags are not changed.
 

@@ -1,4 +1,4 @@
-"""Add a bias to only the output projection of attention.
+"""Add a bias only to the output projection of attention.
 
 megatron-core has no flag for this.
 """

@@ -48,7 +48,7 @@ def _config(args: Namespace) -> Any:
 
 
 def _torch_fsdp(config: TransformerConfig, module: torch.nn.Module) -> Any:
-    """Return the chunk, sharded layer by layer.
+    """Shard a model chunk with torch's FSDP, layer by layer, and return it.
 
     Weights outside the layers stay gathered during a forward or backward pass.
 

@@ -1,4 +1,4 @@
-"""Gather all parameters at once instead of gathering them during the forward pass."""
+"""Gather all parameters at once, before the forward pass needs them one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def gathered(model: list[Any], *, overlaps: bool) -> Iterator[None]:
-    """Gather all parameters inside the block.
+    """Gather all parameters for the duration of the ``with`` block.
 
     Args:
         model: the model's chunks.

@@ -1,4 +1,4 @@
-"""Build the GPT model, its optimizer and its schedule from flags, with megatron-core's classes.
+"""Build the GPT model, its optimizer and its schedule from flags, using megatron-core's classes.
 
 Functions that fill a megatron-core config take all flags (``args``), because the fields of the config depend
 on the installed version; each field has the name of its flag (``data_parallel.of_the_same_name``).
@@ -36,7 +36,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype(args: Namespace) -> torch.dtype:
-    """Return the dtype of weights and activations."""
+    """Return the dtype of weights and activations that the flags select."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
@@ -59,7 +59,7 @@ def _require_softmax(args: Namespace, known: set[str]) -> None:
 
 
 def transformer_config(args: Namespace) -> TransformerConfig:
-    """Return the model's configuration.
+    """Return the model's configuration as megatron-core's ``TransformerConfig``.
 
     Its ``attention_flags`` contain the fused-attention flags.
 
@@ -104,7 +104,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
 
 def gpt(flags: ModelFlags, config: TransformerConfig, stage: int | None, first: bool, last: bool) -> GPTModel:
-    """Return one model chunk, on the host or the device depending on ``--use-cpu-initialization``.
+    """Build one chunk of the model, on the host or the device depending on ``--use-cpu-initialization``.
 
     Args:
         stage: the number of the interleaved chunk; None without interleaving.
@@ -155,7 +155,7 @@ def _number_routers(config: TransformerConfig, model: GPTModel) -> None:
 
 
 def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> Any:
-    """Return megatron-core's local layer spec for a model chunk, as one spec or one spec per layer."""
+    """Return megatron-core's local layer spec for a model chunk, as one spec or as one spec per layer."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if flags.num_experts is None:
@@ -177,7 +177,7 @@ def _layers(flags: ModelFlags, config: TransformerConfig, stage: int | None) -> 
 
 
 def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any, stage: int | None) -> Any:
-    """Return the spec of the multi-token prediction layers in the chunk, or None.
+    """Return the spec of the multi-token prediction layers in the chunk, or None if it has no such layers.
 
     Args:
         layers: the result of ``_layers``; the prediction layers are like the last of these.
@@ -192,7 +192,7 @@ def _predicting_layers(flags: ModelFlags, config: TransformerConfig, layers: Any
 
 
 def _stage_is_passed() -> bool:
-    """Return True if chunks receive their number as an argument.
+    """Return True if model chunks receive the number of their virtual stage as an argument.
 
     megatron-core 0.12 uses a global variable.
     """
@@ -206,7 +206,9 @@ def _stage(stage: int | None) -> dict[str, int | None]:
 
 
 def mean_stage(stage: int | None) -> None:
-    """Set megatron-core 0.12's global variable for the number of the interleaved chunk inside the block."""
+    """Set megatron-core 0.12's global variable for the interleaved chunk's number inside the ``with``
+    block.
+    """
     from megatron.core import parallel_state
 
     if stage is not None and not _stage_is_passed():
@@ -214,7 +216,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the model's first, and whether it is the last.
+    """Return whether a chunk of this process is the model's first, and whether it is the model's last.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -227,7 +229,7 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
 
 
 def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
-    """Move the module to the device, in half precision with fp32 outputs if the flags select it."""
+    """Move a module to the device and, if the flags request it, to half precision with fp32 outputs."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
@@ -235,7 +237,7 @@ def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Modul
 
 
 def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """Build this process's model chunks on the device.
+    """Build on the device the chunks of the model that belong to this process.
 
     Without interleaving, there is one chunk.
     """
@@ -249,7 +251,7 @@ def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataPar
 def wrapped(
     args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
 ) -> DistributedDataParallel:
-    """Return a model chunk on the device, in its precision and its data-parallel wrapper.
+    """Return a model chunk on the device, in the selected precision and inside a data-parallel wrapper.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.
@@ -262,7 +264,9 @@ def wrapped(
 
 
 def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Return megatron-core's optimizer with main weights, loss scale, clipping and weight-decay groups."""
+    """Return megatron-core's optimizer with main weights, loss scaling, gradient clipping and
+    weight-decay groups.
+    """
     from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -286,7 +290,7 @@ def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> Megatron
 
 
 def schedule(flags: ScheduleFlags, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the schedule of learning rate and weight decay, counted in samples as in Megatron."""
+    """Return the schedule of the learning rate and the weight decay, counted in samples as in Megatron."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     total, decay, warmup, last_part = flags.in_samples()
@@ -310,7 +314,7 @@ def schedule(flags: ScheduleFlags, optimizer: MegatronOptimizer) -> OptimizerPar
 
 
 def unwrap(chunk: Any) -> Any:
-    """Return the GPTModel inside the wrappers for data parallelism and half precision."""
+    """Return the GPTModel inside its wrappers for data parallelism and half precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -322,7 +326,7 @@ def connect(
     model: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
 ) -> None:
-    """Set how the pipeline schedules scale, reduce and finalize gradients in the model's configuration."""
+    """Set in the model's configuration how the pipeline schedules scale, reduce and finalize gradients."""
     from megatron.core.distributed import finalize_model_grads
 
     def each(method: str) -> Any:
@@ -340,7 +344,7 @@ def connect(
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the whole model, with each weight counted once.
+    """The parameter counts of the whole model, in which each weight is counted once.
 
     Attributes:
         total: the number of all weights.
@@ -355,7 +359,7 @@ class Parameters:
 
 
 def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameters:
-    """Count the parameters of the whole model, including vocabulary padding.
+    """Count the parameters of the whole model, including the padding of the vocabulary.
 
     A collective: all ranks must call it. Each rank counts its share in the same way as megatron-core's
     gradient norm: the last stage's copy of a tied embedding is not counted, and replicated weights are
@@ -383,7 +387,7 @@ def count(flags: ExpertFlags, model: list[DistributedDataParallel]) -> Parameter
 
 
 def _counts_of_expert(parameter: torch.nn.Parameter) -> bool:
-    """Return True if this rank counts an expert's weight, so that each weight is counted once."""
+    """Return True if this rank counts an expert's weight, of which several ranks may have a copy."""
     from megatron.core import parallel_state
 
     is_part = getattr(parameter, "tensor_model_parallel", False)

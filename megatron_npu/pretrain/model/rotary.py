@@ -1,4 +1,4 @@
-"""Compute rotary frequencies that some megatron-core versions compute differently or do not support.
+"""Compute rotary frequencies that some megatron-core versions do not support or compute differently.
 
 These are Llama 3's for an original length other than 8192, YaRN's (in megatron-core since 0.15, in its
 scripts since 0.19), and those that depend on the text length (dynamic NTK). The formulas and the order of
@@ -20,7 +20,7 @@ from megatron_npu.pretrain.flags.plan_parts import ModelFlags
 
 
 def scale(flags: ModelFlags, gpt: Any) -> None:
-    """Replace the plain rotary frequencies of a GPTModel with those that the flags select."""
+    """Replace the default rotary frequencies of a GPTModel with the frequencies that the flags select."""
     embedding = getattr(gpt, "rotary_pos_emb", None)
     if embedding is None or flags.multi_latent_attention:
         return
@@ -46,7 +46,7 @@ def is_of_core(flags: ModelFlags) -> bool:
 
 
 def llama3(flags: ModelFlags, plain: Tensor) -> Tensor:
-    """Return Llama 3's rotary frequencies.
+    """Return the rotary frequencies of Llama 3.
 
     Only frequencies with long wavelengths are divided by the factor.
     """
@@ -83,7 +83,7 @@ def yarn(flags: ModelFlags, plain: Tensor) -> Tensor:
 
 
 class DynamicRotary(RotaryEmbedding):
-    """Rotary frequencies whose base increases for texts longer than the original length.
+    """Rotary embedding whose base increases for texts that are longer than the original maximum length.
 
     All positions of a text that is processed at once use the frequencies for its length. If the text grows
     token by token with a KV cache, each token keeps the angles of its first use, as in Transformers.
@@ -104,7 +104,7 @@ class DynamicRotary(RotaryEmbedding):
         self._growing: Any = None  # the context of a text that grows, from when its length is asked for
 
     def frequencies(self, length: int) -> Tensor:
-        """Return the frequencies for a text with the given number of tokens."""
+        """Return the rotary frequencies for a text with the given number of tokens."""
         if length <= self.original:
             return self.plain
         dim = 2 * self.plain.numel()
@@ -113,8 +113,8 @@ class DynamicRotary(RotaryEmbedding):
         return 1.0 / base ** (torch.arange(0, dim, 2, device=self.plain.device).float() / dim)
 
     def forward(self, max_seq_len: int, *args: Any, **options: Any) -> Tensor:
-        """Return the angles ``[s, 1, 1, hn]`` for a text with this number of tokens, like
-        ``RotaryEmbedding``.
+        """Return the angles ``[s, 1, 1, hn]`` for a text with the given number of tokens, as
+        ``RotaryEmbedding`` does.
         """
         self.inv_freq = self.frequencies(int(max_seq_len))
         angles: Tensor = super().forward(max_seq_len, *args, **options)
@@ -130,7 +130,7 @@ class DynamicRotary(RotaryEmbedding):
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        """Return the current number of tokens.
+        """Return the number of tokens of the current text.
 
         Upstream's method returns the final number.
         """

@@ -1,1 +1,1 @@
-"""Report a run's progress in the log, JSON lines, TensorBoard and the dashboard."""
+"""Report the progress of a run in the log, as JSON lines, in TensorBoard and in the dashboard."""

@@ -1,4 +1,4 @@
-"""Implement ``--sample-prompt``, which generates samples during training."""
+"""Implement ``--sample-prompt``, which generates sample texts during training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_npu.pretrain.flags.plan_parts import SampleFlags
 
 
 class Text(NamedTuple):
-    """A prompt and its continuation."""
+    """A prompt and the text generated after it."""
 
     prompt: str
     added: str
 
 
 class Samples:
-    """Generates samples for the same prompts repeatedly during a run.
+    """Generates sample texts for the same prompts at intervals during a run.
 
     Args:
         flags: the prompts, and how they are continued.
@@ -39,7 +39,7 @@ class Samples:
         self._sampler = Sampler(model, self._tokenizer, flags.tokenizer_vocab_size)
 
     def draw(self) -> list[Text]:
-        """Generate a sample for each prompt without the global random generators.
+        """Generate a sample text for each prompt without using the global random generators.
 
         All ranks must call this.
 
@@ -62,7 +62,7 @@ def ids_of(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text that ``tokens`` add to the text of the prompt."""
+    """Return the text that ``tokens`` append to the text of the prompt."""
     if prompt == [tokenizer.eod]:
         return tokenizer.decode(tokens)
     head, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])
@@ -70,7 +70,7 @@ def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
 
 
 def check(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Check the prompts before anything is built, while the flags are being resolved.
+    """Check the prompts while the flags are being resolved, before anything is built.
 
     Raises:
         UsageError: a prompt is too long for the model, or contains text that the tokenizer cannot encode.

@@ -6,7 +6,7 @@ from megatron_npu.pretrain.flags.plan_parts import ModelSizes
 
 
 def of_step(sizes: ModelSizes) -> float:
-    """Return the number of operations of one global batch, counting only matmuls.
+    """Return the number of floating-point operations for one global batch, counting only matmuls.
 
     Operations that the causal mask hides are not counted.
 
@@ -36,7 +36,7 @@ def of_step(sizes: ModelSizes) -> float:
 
 
 def _of_attention(sizes: ModelSizes) -> float:
-    """Return the number of multiplications per token in the attention matmuls of one layer."""
+    """Return the number of multiplications per token in the matmuls of one attention layer."""
     hidden, heads = sizes.hidden_size, sizes.num_attention_heads
     if not sizes.multi_latent_attention:
         queries, groups = sizes.kv_channels * heads, sizes.kv_channels * sizes.num_query_groups
@@ -49,6 +49,6 @@ def _of_attention(sizes: ModelSizes) -> float:
 
 
 def _of_experts(sizes: ModelSizes) -> int:
-    """Return the total inner size of all experts that process a token."""
+    """Return the sum of the hidden sizes of all experts that process a token."""
     shared = sizes.moe_shared_expert_intermediate_size or 0
     return sizes.moe_router_topk * (sizes.moe_ffn_hidden_size or 0) + shared

@@ -1,4 +1,4 @@
-"""Read the history of a run from its JSON lines, and plot it."""
+"""Read the history of a run from its JSON-lines file, and plot it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Points = dict[int, float]  # by iteration
 
 @dataclass
 class History:
-    """Logged history of a run and of the runs from which it resumed.
+    """The logged history of a run and of the runs from which it was resumed.
 
     Attributes:
         losses: training loss of every iteration.
@@ -52,7 +52,7 @@ class History:
     end: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add one JSON object.
+        """Add the event in one JSON object to the history.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: the object was not written by a run; the
@@ -91,7 +91,7 @@ class History:
         self.end = row
 
     def _restart(self, row: dict[str, Any]) -> None:
-        """Discard everything after the iteration at which a resumed run starts."""
+        """Discard everything after the iteration from which a resumed run continues."""
         for name in _COUNTED:
             value = row.get(name)
             if value is not None and not (type(value) is int and 0 <= value < _MANY):
@@ -146,7 +146,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Reader of the file that ``log.Log`` writes, including lines that are added later.
+    """Reads the file that ``log.Log`` writes, including lines that are added later.
 
     Args:
         path: the file; it may not exist yet.
@@ -159,7 +159,7 @@ class Reader:
         self._inode = -1
 
     def update(self) -> bool:
-        """Read new lines, and return True if the file had any.
+        """Read new lines from the file, and return True if there were any.
 
         An incomplete line is left for the next call, and an invalid line is skipped. A file that has been
         replaced is read again from its beginning.
@@ -187,7 +187,7 @@ def read(path: Path) -> History:
 
 
 def draw(history: History, path: Path) -> None:
-    """Write a PNG plot of the training and validation loss (top) and the learning rate (bottom).
+    """Write a PNG plot of the training and validation losses (top) and the learning rate (bottom).
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``validation.check`` checks this earlier).
@@ -198,7 +198,8 @@ def draw(history: History, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_old_garbage() -> Iterator[None]:
-    """Free objects in reference cycles that the block created, such as a figure, at its end.
+    """Free objects in reference cycles that the ``with`` block created, such as a figure, at the end of the
+    block.
 
     Otherwise, Python's collector would find them only among the old objects, dozens of plots and some hundred
     megabytes later. The collector is disabled in the block, so the objects stay in the young generation,

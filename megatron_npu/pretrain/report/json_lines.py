@@ -12,7 +12,7 @@ from megatron_npu.base import files
 
 
 class JsonLines:
-    """Appends events to a file.
+    """Appends events to a JSON-lines file.
 
     Args:
         path: the file, which may exist already. If None, nothing is written.
@@ -25,7 +25,7 @@ class JsonLines:
             _end_line(path)
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values.
+        """Append one JSON object with the name of the event, its iteration and its values.
 
         NaN and infinite values become null.
         """
@@ -37,7 +37,7 @@ class JsonLines:
 
 
 def _end_line(path: Path) -> None:
-    """End the line that a killed run left incomplete, so that the next line stays readable."""
+    """End the line that a killed run left incomplete, so that the next line is readable."""
     with open(path, "ab+", opener=files.own_opener) as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
@@ -46,7 +46,7 @@ def _end_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinite and NaN numbers in a value by None.
+    """Replace infinite numbers and NaN in a value with None.
 
     JSON cannot represent them.
     """

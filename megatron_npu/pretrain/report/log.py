@@ -28,7 +28,7 @@ _CURVES = "learning_rate grad_norm loss_scale tokens_per_second tflops_per_devic
 
 @dataclass
 class Interval:
-    """Data recorded since the last log event.
+    """The values recorded since the last report.
 
     Attributes:
         losses: for each iteration [2], this process's sum of losses and number of tokens.
@@ -45,7 +45,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Steps:
-    """Values to report for the iterations of an interval.
+    """The values to report for the iterations of one interval.
 
     Attributes:
         samples: the number of training samples that all ranks have used since the start of the run.
@@ -65,7 +65,7 @@ class Steps:
 
 
 class Log(Sinks):
-    """The log of a run, on rank 0.
+    """The log of a run, which rank 0 writes.
 
     Args:
         flags: what the log lines contain.
@@ -87,7 +87,7 @@ class Log(Sinks):
         of_predictions: Mapping[str, float] | None = None,
         milliseconds: Sequence[float] = (),
     ) -> None:
-        """Report the iterations of an interval: a log line, a JSON object and TensorBoard curves.
+        """Report the iterations of an interval as a log line, a JSON object and points of TensorBoard curves.
 
         Args:
             iteration: number of the last iteration, counted from 1 since the start of the run.
@@ -114,14 +114,14 @@ class Log(Sinks):
             self.scalars(iteration, [("batch-size", row["global_batch_size"])])
 
     def _of_layers(self, of_experts: Mapping[str, list[float]]) -> dict[str, Any]:
-        """Return the mean of each expert loss over the layers and, if requested, the losses of each layer."""
+        """Return the mean of each expert loss over the layers and, if requested, the loss of each layer."""
         row: dict[str, Any] = {name: sum(layers) / len(layers) for name, layers in of_experts.items()}
         if self.flags.moe_per_layer_logging:
             row |= {f"{name}_of_layers": layers for name, layers in of_experts.items()}
         return row
 
     def places(self, iteration: int, places: Sequence[Place]) -> None:
-        """Report the machine and pipeline stage of each rank if the run has several ranks."""
+        """Report the machine and pipeline stage of each rank, if the run has more than one rank."""
         if places:
             hosts, stages = [place.host for place in places], [place.stage for place in places]
             self.write("ranks", iteration, {"hosts": hosts, "stages": stages})
@@ -146,7 +146,7 @@ class Log(Sinks):
         trained: float | None = None,
         of_sets: Sequence[tuple[str, float]] = (),
     ) -> None:
-        """Report an evaluation.
+        """Report the results of an evaluation.
 
         Args:
             iteration: the iteration after which the model was evaluated.
@@ -178,7 +178,7 @@ class Log(Sinks):
         self.scalars(iteration, curves)
 
     def sample(self, iteration: int, text: Text) -> None:
-        """Report a generated sample, on a single console line even if it contains line breaks."""
+        """Report a generated text, on a single console line even if the text contains line breaks."""
         self.say(f" sample at iteration {iteration} | {_printable(text.prompt + text.added)}")
         self.write("sample", iteration, {"prompt": text.prompt, "text": text.added})
         if self._board is not None:
@@ -186,7 +186,7 @@ class Log(Sinks):
             self._board.add_text(f"sample: {text.prompt}", quoted, iteration)  # Markdown: as it is
 
     def test(self, iteration: int, loss: float) -> None:
-        """Report the final evaluation on the test data, like ``validation``."""
+        """Report the final evaluation on the test data, as ``validation`` does for validation data."""
         perplexity = perplexity_of(loss)
         self.say(
             f" validation loss at iteration {iteration} on test set | lm loss value: {loss:.6E} | "
@@ -197,14 +197,14 @@ class Log(Sinks):
 
 
 def _printable(text: str) -> str:
-    """Escape line breaks, control codes and unprintable characters in a text for the console."""
+    """Escape line breaks, control codes and unprintable characters for printing a text on the console."""
     shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss), limited to exp(20) as in Megatron."""
+    """Return the perplexity exp(loss), limited to exp(20) as in Megatron."""
     return math.exp(min(20.0, loss))
 
 
@@ -240,12 +240,12 @@ def _operations(flags: LogFlags) -> float:
 
 
 def _spaced(name: str) -> str:
-    """Return the name of a loss in upstream's spelling, such as ``load balancing loss`` or ``mtp_1 loss``."""
+    """Return the name of a loss as upstream writes it, such as ``load balancing loss`` or ``mtp_1 loss``."""
     return PREFIX * name.startswith(PREFIX) + name.removeprefix(PREFIX).replace("_", " ")
 
 
 def line(flags: LogFlags, iteration: int, row: dict[str, Any]) -> str:
-    """Return the console line of a log event, with Megatron's fields followed by throughput and memory."""
+    """Return the console line for an interval, with Megatron's fields followed by throughput and memory."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""

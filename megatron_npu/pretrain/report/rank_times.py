@@ -1,4 +1,4 @@
-"""Measure each rank's computation time by the forward pass of one micro-batch per step.
+"""Measure how fast each rank computes, by timing the forward pass of one micro-batch per step.
 
 Every rank's step takes as long as that of the slowest rank. Ranks differ in the work that they do before they
 communicate: loading data, and processing the first micro batch with their part of the model. Each rank
@@ -26,7 +26,7 @@ STEPS = 20  # so many in a row are no chance
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a rank.
+    """The machine and the pipeline stage of a rank.
 
     Attributes:
         host: its machine.
@@ -38,7 +38,7 @@ class Place:
 
 
 class RankTimes:
-    """Measure one forward pass per step on this rank, and compare the ranks.
+    """Time one forward pass per step on this rank, and compare the ranks.
 
     This is disabled for a single rank.
 
@@ -56,11 +56,11 @@ class RankTimes:
             self.places = _places()
 
     def begin(self) -> None:
-        """Start a step, whose first forward pass is measured."""
+        """Begin a step, whose first forward pass is timed."""
         self._due = self._measures
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs a micro-batch and, if it is the first of a step, measures its time."""
+        """Return a function that runs a micro-batch and, if it is the first of a step, times it."""
 
         @functools.wraps(step)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ class RankTimes:
         return measured if self._measures else step
 
     def take(self) -> list[float]:
-        """Return each rank's mean forward time in milliseconds since the last call.
+        """Return the mean time of each rank's forward passes since the last call, in milliseconds.
 
         The list is empty if measuring is disabled.
 
@@ -91,7 +91,7 @@ class RankTimes:
         return torch.cat(every).tolist()
 
     def slow(self, milliseconds: Sequence[float], steps: int) -> str | None:
-        """Return a log line about ranks that have become slow.
+        """Return a log line about ranks that have become slow, or None if there are no such ranks.
 
         Each rank is reported once until it recovers.
 
@@ -124,7 +124,7 @@ def _places() -> list[Place]:
 
 
 def _mark() -> Any:
-    """Return the current time as a host time, or as an event in the device's queue."""
+    """Return the current time as a time on the host, or as an event in the device's queue."""
     device = devices.current()
     if device.is_host:
         return time.perf_counter()

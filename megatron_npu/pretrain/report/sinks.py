@@ -1,4 +1,6 @@
-"""Manage the outputs of rank 0: console, JSON lines, TensorBoard, Weights & Biases, progress bar, plot."""
+"""Manage where rank 0 reports a run: console, JSON lines, TensorBoard, Weights & Biases, progress bar and
+plot.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ENDS = ("iterations", "exit-interval", "exit-duration", "signal")  # of a run th
 
 
 class Sinks:
-    """Outputs of a run. On ranks other than rank 0, no method has an effect.
+    """The places to which a run is reported. On ranks other than rank 0, no method has an effect.
 
     Args:
         flags: the destinations.
@@ -54,7 +56,7 @@ class Sinks:
         return tqdm(total=self._places.train_iters, initial=iteration, unit="it", dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line on the console."""
         if not self.on_rank_0:
             return
         if self._bar is not None:
@@ -68,7 +70,7 @@ class Sinks:
             self._bar.update()
 
     def write(self, event: str, iteration: int, values: dict[str, Any]) -> None:
-        """Append one JSON object: the event, its iteration and values.
+        """Append one JSON object with the name of the event, its iteration and its values.
 
         NaN and infinite values become null.
         """
@@ -88,7 +90,7 @@ class Sinks:
             self._wandb.log(iteration, numbers)
 
     def past(self) -> history.History:
-        """Return the history of the run and of the runs from which it resumed.
+        """Return the history of the run and of the runs from which it was resumed.
 
         The history is empty without a JSON-lines file.
         """
@@ -98,7 +100,7 @@ class Sinks:
         return self._reader.history
 
     def draw(self) -> Path | None:
-        """Plot the run so far if plots are enabled.
+        """Plot the history of the run if plots are enabled.
 
         Return the path of the plot, or None.
 
@@ -117,12 +119,12 @@ class Sinks:
         return path
 
     def end(self, reason: str) -> None:
-        """Record that the run has ended, with the reason or the type of the error."""
+        """Record that the run has ended, and the reason or the type of the error."""
         self.write("end", self._iteration, {"ended_by": reason})
         self._went_well = reason in ENDS
 
     def close(self) -> None:
-        """Close the sinks."""
+        """Close all places to which the run is reported."""
         for sink in (self._board, self._bar):
             if sink is not None:
                 sink.close()
@@ -131,7 +133,7 @@ class Sinks:
 
 
 def metrics_path(flags: SinkFlags) -> Path | None:
-    """Return the path of the JSON lines, or None if they are not written."""
+    """Return the path of the JSON-lines file, or None if the run does not write one."""
     if flags.json_log:
         return Path(flags.json_log)
     directory = flags.save or flags.tensorboard_dir

@@ -1,4 +1,5 @@
-"""Move log entries after the last checkpoint of a killed run aside, so that each step is logged once.
+"""Move log entries that follow a killed run's last checkpoint to another file, so that no step is logged
+twice.
 
 The lines are moved to ``NAME.superseded.jsonl`` beside the file, so that nothing is lost.
 """
@@ -15,12 +16,12 @@ _COUNTED = ("train", "validation", "sample", "rewind")  # events whose iteration
 
 
 def place_of(path: Path) -> Path:
-    """Return the path of the file to which superseded lines are moved."""
+    """Return the path of the file to which superseded log lines are moved."""
     return path.with_name(f"{path.stem}.superseded{path.suffix or '.jsonl'}")
 
 
 def put_aside(path: Path, iteration: int) -> None:
-    """Move lines about iterations after the start of this run from the JSON-lines file to another file.
+    """Move JSON lines about iterations after the start of this run to another file.
 
     A line about an interval that ends later is shortened: only the losses up to that iteration are kept.
     """
@@ -43,7 +44,7 @@ def put_aside(path: Path, iteration: int) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line, or None if the line is invalid or incomplete."""
+    """Return the event in a log line, or None if the line is invalid or incomplete."""
     try:
         row = json.loads(line)
         known = isinstance(row, dict) and isinstance(row["event"], str) and type(row["iteration"]) is int
@@ -53,7 +54,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _up_to(row: dict[str, Any], iteration: int) -> list[bytes]:
-    """Return a log line for the part of an interval up to the checkpoint, or an empty list."""
+    """Return a log line for the part of an interval that precedes the checkpoint, or an empty list."""
     losses = row.get("losses")
     if row["event"] != "train" or not isinstance(losses, list):
         return []

@@ -1,4 +1,6 @@
-"""Log to Weights & Biases (``--wandb-project``), whose package is imported only if requested."""
+"""Log a run to Weights & Biases (``--wandb-project``), importing the wandb package only if this is
+requested.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +60,18 @@ class WandbRun:
         self._service = [child for child in psutil.Process().children() if child.pid not in before]
 
     def log(self, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Log the values of an iteration."""
+        """Log the values of an iteration to Weights & Biases."""
         if numbers:
             self._tried(_GRACE, self._run.log, dict(numbers), step=iteration)
 
     def close(self, *, went_well: bool) -> None:
-        """Flush remaining data, for at most ten minutes, and report whether the run failed."""
+        """Send the remaining data, for at most ten minutes, and report whether the run failed."""
         self._tried(_PATIENCE + _GRACE, self._run.finish, exit_code=0 if went_well else 1)
         if self._failed:
             self._give_up()
 
     def _tried(self, limit: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call the wandb package.
+        """Call a function of the wandb package without letting its errors stop the training.
 
         If the call fails, log the first error and let training continue.
 
@@ -116,7 +118,7 @@ def _words(error: Exception) -> str:
 
 
 def _tell_of_server() -> None:
-    """Print the address of the server that wandb's settings in the working directory select.
+    """Print the address of the server that wandb's settings file in the working directory selects.
 
     That server receives the key of the user's account.
 

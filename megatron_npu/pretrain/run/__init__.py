@@ -1,1 +1,1 @@
-"""Execute a run of the built-in trainer, from the command to the last iteration."""
+"""Execute a run of the built-in trainer, from the command line to the last iteration."""

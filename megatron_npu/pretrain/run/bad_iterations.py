@@ -1,4 +1,4 @@
-"""Detect bad iterations before their weight update, and recompute, skip or rewind them.
+"""Detect bad iterations before their weight update, and then recompute them, skip them, or rewind the run.
 
 ``--rerun-mode validate_results`` corresponds to megatron-core's rerun state machine (0.16): an iteration with
 an unexpected result is computed again from the same state, to distinguish a device that computes incorrectly
@@ -31,7 +31,7 @@ GONE_BACK = 3  # times to the same checkpoint
 
 @dataclass(frozen=True)
 class Fault:
-    """Problem of an iteration, such as a loss spike.
+    """The problem that was found in an iteration, such as a loss spike.
 
     Attributes:
         words: a description for logs and errors.
@@ -43,7 +43,7 @@ class Fault:
 
 
 class Replay(Iterator[Any]):
-    """Iterator that can repeat its items since the last call of ``begin``.
+    """Iterator that can repeat all items since the last call of ``begin``.
 
     Args:
         source: an iterator over micro batches.
@@ -59,7 +59,7 @@ class Replay(Iterator[Any]):
         return self._kept[self._at - 1]
 
     def begin(self) -> None:
-        """Discard earlier items at the start of a new iteration."""
+        """Discard stored items at the start of a new iteration."""
         self._kept, self._at = [], 0
 
     def again(self) -> None:
@@ -68,7 +68,7 @@ class Replay(Iterator[Any]):
 
 
 class Guard:
-    """Check each iteration before its weight update.
+    """Checks each iteration before its weight update.
 
     Without the two flags, this has no effect and no cost.
 
@@ -92,14 +92,14 @@ class Guard:
         self._data: list[Replay] = []
 
     def batches(self, found: list[Iterator[Any]] | None) -> list[Iterator[Any]] | None:
-        """Make a run's micro-batches repeatable if iterations may have to be computed again."""
+        """Make a run's micro-batches repeatable if iterations may have to be recomputed."""
         if found is None or not self.reruns:
             return found
         self._data = [Replay(each) for each in found]
         return [*self._data]
 
     def begin(self) -> None:
-        """Store the state from which the current iteration can be computed again."""
+        """Store the state from which the current iteration can be recomputed."""
         if self.reruns:
             self._random = generators.state()
             for each in self._data:
@@ -108,7 +108,7 @@ class Guard:
     def judged(
         self, number: int, sums: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Check an iteration whose gradients are complete.
+        """Check an iteration after its gradients are complete.
 
         All ranks must call this and get the same result.
 
@@ -152,7 +152,7 @@ class Guard:
     def _again(
         self, number: int, sums: torch.Tensor, fault: Fault, compute: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, Fault | None]:
-        """Compute an iteration again from the same state, and use the second result."""
+        """Recompute an iteration from the same state, and use the second result."""
         generators.set_state(self._random)
         for each in self._data:
             each.again()
@@ -174,7 +174,7 @@ class Guard:
         return second, self._fault(number, second)
 
     def leave_out(self, fault: Fault) -> None:
-        """Log that an update of the weights is skipped.
+        """Log that a weight update is skipped.
 
         Raises:
             DivergedError: too many consecutive updates were skipped.
@@ -189,7 +189,7 @@ class Guard:
 
     @watchdog.phase("loading")
     def goes_back_to(self) -> int | None:
-        """Return the iteration of this run's newest complete checkpoint, or None.
+        """Return the iteration of the newest complete checkpoint of this run, or None.
 
         All ranks must call this and get the same result.
         """
@@ -198,7 +198,7 @@ class Guard:
         return found[0]
 
     def go_back(self, iteration: int, fault: Fault, position: Position) -> Position:
-        """Load a checkpoint of this run.
+        """Load an earlier checkpoint of this run.
 
         Return the position at which training continues, after the samples already used.
 

@@ -1,4 +1,4 @@
-"""Measure the time spent on training."""
+"""Measure the time that a run spends on training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_npu import devices
 
 
 class Clock:
-    """Clock that measures only training.
+    """Clock that measures only the time spent on training.
 
     The clock is stopped during evaluation, sampling and saving.
 
@@ -23,11 +23,11 @@ class Clock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start or resume the clock."""
+        """Start the clock, or resume it."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Synchronize the device, then stop the clock.
+        """Wait until the device has finished its work, and stop the clock.
 
         This has no effect if the clock is already stopped.
         """
@@ -41,7 +41,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock inside the block.
+        """Stop the clock for the duration of the ``with`` block.
 
         If it was running before, it is resumed afterwards.
         """
@@ -54,7 +54,7 @@ class Clock:
                 self.start()
 
     def lap(self) -> float:
-        """Return the seconds since the last lap without stopping the clock."""
+        """Return the time in seconds since the previous call, without stopping the clock."""
         with self.paused():
             elapsed, self._lap = self._lap, 0.0
         return elapsed

@@ -22,13 +22,17 @@ class DivergedError(RuntimeError):
 
 
 class Spikes:
-    """Detects loss spikes by comparison with previous losses. The caller decides how to react."""
+    """Detects loss spikes by comparing each loss with the previous losses.
+
+    The caller decides how to react.
+    """
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, last: int, losses: Sequence[float]) -> str | None:
-        """Add the losses up to an iteration, and return a log line if one of them spikes.
+        """Add the losses of all iterations up to the given one, and return a log line if one of them is a
+        spike.
 
         Args:
             last: number of the last of these iterations.
@@ -41,7 +45,7 @@ class Spikes:
         return found
 
     def take(self, loss: float) -> None:
-        """Add the loss of a valid iteration.
+        """Add the loss of a valid iteration to the history.
 
         Losses that are not finite are ignored.
         """
@@ -49,7 +53,9 @@ class Spikes:
             self._usual.append(loss)
 
     def leap(self, number: int, loss: float) -> str | None:
-        """Return a log line if the loss of an iteration spikes, without adding the loss to the history."""
+        """Return a log line if the loss of an iteration is a spike, without adding the loss to the
+        history.
+        """
         if not math.isfinite(loss) or not self._leaps(loss):
             return None
         usual = statistics.median(self._usual)
@@ -64,7 +70,7 @@ class Spikes:
 
 
 class FirstNonFinite:
-    """Find the first module of a step whose output is not finite.
+    """Detects the first module in a step whose output is not finite.
 
     The search is enabled only in verify mode, because each check synchronizes the device.
     """
@@ -75,7 +81,7 @@ class FirstNonFinite:
             verify.follow_modules()
 
     def forget(self) -> None:
-        """Reset the state at the start of a step."""
+        """Reset the detector at the start of a step."""
         verify.forget_bad_output()
 
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""Evaluate the model between two steps: losses on held-out data, and generated samples."""
+"""Evaluate the model between two steps by computing losses on held-out data and generating sample texts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_npu.pretrain.run.outcome import Prepared
 
 
 class _TimeIsUpError(Exception):
-    """Raised when the time limit has passed, to abandon the current evaluation."""
+    """Raised to abandon the current evaluation when the time limit has passed."""
 
 
 class Evaluation:
-    """Evaluate a model without affecting the random generators or the training data.
+    """Evaluates a model without affecting the random generators or the training data.
 
     Args:
         plan: the plan of the run.
@@ -64,7 +64,7 @@ class Evaluation:
         self.test_loss: float | None = None
 
     def measure(self, position: Position) -> Position:
-        """Run the evaluations that are due every --eval-interval, and return the position afterwards."""
+        """Run the evaluations that are due every --eval-interval, and return the new position."""
         try:
             position = self._validate(position)
         except _TimeIsUpError:
@@ -77,7 +77,7 @@ class Evaluation:
         return position
 
     def test(self, iteration: int) -> None:
-        """Measure the loss on the samples of --test-data-path."""
+        """Compute the loss on the samples of --test-data-path."""
         if self.datasets.test is None:
             return
         with self._evaluating():
@@ -88,7 +88,7 @@ class Evaluation:
         self.log.test(iteration, self.test_loss)
 
     def _validate(self, position: Position) -> Position:
-        """Measure the loss on the validation samples, and on training samples if a flag requests it."""
+        """Compute the loss on the validation samples and, if a flag requests it, on training samples."""
         if not self._sets:
             return position
         count, trained = self.plan.evaluation.eval_iters, None
@@ -108,7 +108,7 @@ class Evaluation:
         return checkpoints.advance(position, valid=used)
 
     def _sample(self, iteration: int) -> None:
-        """Generate the samples of --sample-prompt.
+        """Generate the texts for --sample-prompt.
 
         An error is logged and does not end training.
         """
@@ -125,7 +125,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Keep the model in evaluation mode, without gradients, inside the block."""
+        """Put the model into evaluation mode, without gradients, inside the ``with`` block."""
         with (
             watchdog.phase("evaluating"),
             gathered(self._model, overlaps=self.plan.overlap_param_gather),

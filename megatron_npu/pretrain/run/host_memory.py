@@ -14,7 +14,7 @@ _GROUP = Path("/sys/fs/cgroup")  # of a container, where version 2 of control gr
 
 
 def require(needed: int, what: str) -> None:
-    """Check that the given amount of memory is available.
+    """Check that the given amount of memory is available, or raise an error.
 
     Args:
         needed: number of bytes.
@@ -45,7 +45,7 @@ def available(group: Path = _GROUP) -> int:
 
 
 def _left_of_the_process() -> int:
-    """Return the number of bytes that the process's own limit (ulimit -v) still allows."""
+    """Return the number of bytes that the limit of the process (ulimit -v) still allows it to allocate."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

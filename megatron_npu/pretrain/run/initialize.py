@@ -1,4 +1,6 @@
-"""Set up process groups, device and seeds at the start of a run, and tear them down at its end."""
+"""Set up the process groups, the device and the seeds at the start of a run, and tear them down at its
+end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def silence_known_warnings() -> None:
 
 @contextlib.contextmanager
 def session(args: Flags) -> Iterator[None]:
-    """Set up a run inside the block: bug fixes, process groups, the current device and seeds.
+    """Set up a run inside the ``with`` block: bug fixes, process groups, the current device and the seeds.
 
     Args:
         args: the result of ``validation.check``, or the flags stored in a checkpoint, because some callers
@@ -70,7 +72,7 @@ def session(args: Flags) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Use deterministic algorithms in torch inside the block if ``asked`` is True.
+    """Use torch's deterministic algorithms inside the ``with`` block if ``asked`` is True.
 
     Two environment variables are set if they are unset: cuBLAS is deterministic only with a fixed workspace
     (otherwise torch raises an error), and NCCL's order of summation depends on its algorithm.
@@ -87,7 +89,7 @@ def deterministic(asked: bool) -> Iterator[None]:
 
 
 def _init_process_group(world_size: int, timeout: timedelta) -> None:
-    """Join the process group of all ranks.
+    """Create the process group of all ranks.
 
     A single process needs no address.
 
@@ -106,7 +108,7 @@ def _init_process_group(world_size: int, timeout: timedelta) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, the host, the device and Megatron's tracker.
+    """Seed Python, numpy, the generators of the host and the device, and Megatron's RNG tracker.
 
     Each pipeline stage uses a different seed, as in Megatron.
     """
@@ -120,7 +122,8 @@ def seed_everything(seed: int) -> None:
 
 
 def random_numbers_of_device(flags: Flags) -> str:
-    """Return a log line about random numbers that CPU runs cannot reproduce elsewhere, or an empty string.
+    """Return a log line if the run uses random numbers that a CPU run would not reproduce, otherwise an empty
+    string.
 
     A device's generator gives other numbers than a CPU's for the same seed, so that two runs that differ in
     nothing else begin with different losses.

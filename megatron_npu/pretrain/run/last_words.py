@@ -1,4 +1,4 @@
-"""Print the final error message of a run on the appropriate rank."""
+"""Print the final error message of a run on the rank that should report it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MORE = 3.0  # for the first rank of a machine, which is not that of rank 0
 
 
 def tell(command: str, failure: BaseException) -> int:
-    """Print one line with the reason for a run's failure, and return the exit code.
+    """Print the reason for the failure of a run on one line, and return the exit code.
 
     Args:
         command: the name of the command.
@@ -42,7 +42,7 @@ def tell(command: str, failure: BaseException) -> int:
 
 
 def what_is_saved(save: str | None) -> str:
-    """Return the end of a sentence that states where an interrupted run can be resumed from.
+    """Return the end of a sentence about where an interrupted run can be resumed.
 
     Args:
         save: the folder of its checkpoints. If None, there is no folder, or it is not known yet.
@@ -56,7 +56,7 @@ def what_is_saved(save: str | None) -> str:
 
 
 def wait_for_rank_0_to_report() -> None:
-    """Wait until rank 0 has failed.
+    """Wait until rank 0 has failed and reported the error.
 
     A launcher stops all ranks as soon as the first one fails.
 

@@ -1,4 +1,4 @@
-"""Select the parallel layout of a loaded model from the number of processes."""
+"""Choose the parallel layout of a loaded model from the number of processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALONE: dict[str, object] = {
 
 
 def copies(trained: Mapping[str, Any]) -> dict[str, object]:
-    """Return the flags for a layout in which each process has the whole model."""
+    """Return the flags of a layout in which each process has the whole model."""
     return ALONE | {
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "rank": int(os.environ.get("RANK", "0")),
@@ -44,7 +44,7 @@ def copies(trained: Mapping[str, Any]) -> dict[str, object]:
 def of_all_processes(
     trained: Mapping[str, Any], tensor: int | None = None, pipeline: int | None = None
 ) -> dict[str, object]:
-    """Return the flags for a layout in which all processes share one model.
+    """Return the flags of a layout in which all processes share one model.
 
     Args:
         trained: the flags of the training run.

@@ -1,4 +1,4 @@
-"""Run the training loop: one step, and the decisions when to log, evaluate, save and end."""
+"""Implement the training loop: one step, and the decisions when to log, evaluate, save and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OnGradients = Callable[[int, list[torch.nn.Module]], None]
 
 
 class Trainer:
-    """Trains a model from a given position.
+    """The training loop, which trains a model from a given position.
 
     Args:
         plan: the plan of the run.
@@ -87,7 +87,7 @@ class Trainer:
         self.no_loss = torch.zeros(2, dtype=torch.float32, device=devices.current().torch_device())
 
     def run(self) -> Outcome:
-        """Train until the last iteration, a flag or a signal ends the run, and then evaluate and save."""
+        """Train until the last iteration or until a flag or a signal ends the run; then evaluate and save."""
         self.log.places(self.position.iteration, self.times.places)
         self.of_experts.forget()
         self.of_predictions.forget()
@@ -115,26 +115,26 @@ class Trainer:
         self._data = self.guard.batches(self._source)
 
     def close(self) -> None:
-        """Stop the processes that read training data."""
+        """Stop the processes that read the training data."""
         # Python's collector ends the threads that tell them to stop first, and waits 5 s for each process
         for each in self._source or ():
             if isinstance(each, Generator):
                 each.close()
 
     def training_batches(self) -> data.Batches:
-        """Return micro batches of the training data, starting at the run's position."""
+        """Return micro-batches of the training data, starting at the run's position."""
         return data.training_batches(self.plan.batches, self.datasets.train, self.position.train_samples)
 
     def batches(self, dataset: Dataset | None, consumed: int) -> data.Batches:
-        """Return micro batches for evaluation, starting after ``consumed`` samples."""
+        """Return micro-batches for an evaluation, starting after ``consumed`` samples."""
         return data.batches(self.plan.batches, dataset, consumed)
 
     def forward_step(self, batches: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
-        """Run one micro-batch through one model chunk, with megatron-core's signature."""
+        """Run one micro-batch through one model chunk, with the signature that megatron-core expects."""
         return _forward_step(batches, chunk, self.plan.sums_over_context)
 
     def _iterate(self) -> None:
-        """Train one iteration, then log, evaluate and save when these are due."""
+        """Train for one iteration, and log, evaluate and save if these are due."""
         due, end = self.plan.loop, self.plan.iterations
         if not self._step():
             return
@@ -154,7 +154,7 @@ class Trainer:
 
     @watchdog.phase("training")
     def _step(self) -> bool:
-        """Train one iteration. Return False if the run has rewound to a checkpoint instead."""
+        """Train for one iteration, and return False if the run has rewound to a checkpoint instead."""
         watchdog.step(self.position.iteration + 1)
         if self.position.iteration in self.plan.loop.iterations_to_skip:
             self._skip_data()
@@ -179,11 +179,11 @@ class Trainer:
         return self._forward(self._data, forward_only=False, micro_batches=count)
 
     def _batch(self) -> int:
-        """Return the number of sequences on all ranks in the next iteration."""
+        """Return the number of sequences, on all ranks, in the next iteration."""
         return self.plan.batch_behind(self.position.train_samples)
 
     def _skip_data(self) -> None:
-        """Skip the samples of an iteration of --iterations-to-skip, as upstream's loop does."""
+        """Skip the samples of an iteration listed in --iterations-to-skip, as upstream's loop does."""
         self._report()  # the iterations of a log event follow one another
         for batches in self._data or ():
             for _ in range(self.plan.micro_batches_of(self._batch())):
@@ -195,7 +195,7 @@ class Trainer:
         self.position = checkpoint.advance(self.position, train=self._batch(), iterations=1)
 
     def _goes_on(self, fault: Fault) -> bool:
-        """Return True if the weights are updated despite a fault, which is logged.
+        """Return True if the weights should be updated in spite of a fault, which is logged.
 
         Raises:
             DivergedError: the loss or gradient is NaN or infinite, and the flags do not allow it.
@@ -208,7 +208,7 @@ class Trainer:
         return True
 
     def _evade(self, fault: Fault, losses: torch.Tensor) -> bool:
-        """Skip this update, or rewind to the last good checkpoint. Return False after rewinding."""
+        """Skip this weight update, or rewind to the last good checkpoint. Return False after rewinding."""
         self.saving.wait()  # what is being written may be the last good one
         to = self.guard.goes_back_to() if self.plan.guard.loss_spike_policy == "rewind" else None
         if to is None:
@@ -265,7 +265,7 @@ class Trainer:
         forward_only: bool,
         micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """Run one global batch, and return this process's loss sum and token count, ``[2]``."""
+        """Run one global batch, and return the loss sum and the token count of this process, ``[2]``."""
         model = self.state.model
         single = len(model) == 1
         iterators: list[Iterator[data.Batch] | None] = [*batches] if batches else [None] * len(model)
@@ -365,7 +365,7 @@ class Trainer:
         return True
 
     def _finish(self) -> None:
-        """Log the remaining iterations, evaluate if training is complete, and save if not saved yet."""
+        """Log the remaining iterations, evaluate if training is complete, and save unless already saved."""
         plan, saves = self.plan, bool(self.plan.saves.save)
         self._report()
         self.saving.wait()
@@ -386,7 +386,9 @@ class Trainer:
 def _forward_step(
     batches: Iterator[data.Batch] | None, model: torch.nn.Module, of_all_parts: bool
 ) -> tuple[Any, Any]:
-    """Run one micro-batch through one model chunk; see ``loss.masked_sum`` for ``of_all_parts``."""
+    """Run one micro-batch through one model chunk; see ``loss.masked_sum`` for the argument
+    ``of_all_parts``.
+    """
     batch = {} if batches is None else next(batches)
     output = model(
         batch.get("tokens"),

@@ -11,7 +11,7 @@ from megatron_npu.pretrain.data.datasets import Datasets
 
 
 class Prepared(NamedTuple):
-    """Model to train, with its data.
+    """The model to train and its data.
 
     Attributes:
         state: the model, optimizer and schedule.
@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The outcome of the training loop.
+    """The result of the training loop.
 
     Attributes:
         position: where the loop ended.
@@ -57,7 +57,7 @@ class Outcome:
     ended_by: str = "iterations"
 
     def samples_per_second(self) -> float | None:
-        """Return the samples per second, or None if no step has run.
+        """Return the number of samples per second, or None if no step has run.
 
         The warm-up is excluded if there are later steps.
         """

@@ -14,7 +14,7 @@ REMEMBERED = 500  # stretches between two lines of the log
 
 @dataclass(frozen=True)
 class Load:
-    """Snapshot of the load on the process and its machine.
+    """A snapshot of the load on the process and its machine.
 
     Attributes:
         threads: the number of threads of this process.
@@ -51,7 +51,7 @@ class _Stretch:
 
 
 class Pace:
-    """Compare a run's steps with their median.
+    """Detects slow steps by comparing the steps of a run with their median.
 
     A report is made each time they become slower.
 
@@ -66,7 +66,9 @@ class Pace:
         self._slow: deque[_Stretch] = deque(maxlen=REMEMBERED)
 
     def note(self, seconds: float, steps: int) -> str | None:
-        """Add a group of steps. Return a log line if the steps have become slower, or None.
+        """Add a group of steps to the comparison.
+
+        Return a log line if the steps have become slower, or None.
 
         Args:
             seconds: duration of the group.
@@ -104,5 +106,5 @@ def _steps(stretches: Collection[_Stretch]) -> int:
 
 
 def _middle(stretches: Collection[_Stretch]) -> _Stretch:
-    """Return the entry with the median time, which is the upper one of two middle entries."""
+    """Return the entry with the median time; if there are two middle entries, return the upper one."""
     return sorted(stretches, key=lambda stretch: stretch.seconds)[len(stretches) // 2]

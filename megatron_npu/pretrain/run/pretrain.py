@@ -1,4 +1,4 @@
-"""Implement ``megatron-npu pretrain``: parse, check, set up, build, train and report."""
+"""Implement ``megatron-npu pretrain``: parse and check the flags, build the model, train it and report."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run, also written to ``<save>/summary.json``. Values that do not apply are None.
+    """The result of a run, which is also written to ``<save>/summary.json``.
+
+    Values that do not apply are None.
 
     Attributes:
         device, backend, upstream: what the run used, such as ``cpu``, ``gloo``, ``megatron_core 0.16.1``.
         simulated: whether the device is simulated, so that times and throughput are meaningless.
-        ledger: the patch report in one line.
+        ledger: the patch report as a single line.
         world_size: the number of processes.
         parameters, parameters_without_embeddings: the numbers of weights of the whole model.
         active_parameters: the number of weights used per token, which is lower with experts.
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(args: Namespace, on_gradients: loop.OnGradients | None = None) -> Summary:
-    """Train as specified by the flags.
+    """Train a model as specified by the flags.
 
     Args:
         args: the result of ``arguments.parse``.
@@ -154,7 +156,7 @@ def train_chunks(
     journal_of: Callable[[LogFlags, int], log.Log] = log.Log,
     own_config: str | None = None,
 ) -> tuple[Outcome, Summary]:
-    """Train model chunks inside ``initialize.session``.
+    """Train the given model chunks inside ``initialize.session``.
 
     Return the outcome and the summary.
 
@@ -201,7 +203,7 @@ def train_chunks(
 
 @contextlib.contextmanager
 def _dashboard(places: SinkFlags, address: Address | None) -> Iterator[None]:
-    """Serve the run's dashboard inside the block if the flags request it."""
+    """Serve the dashboard of the run inside the ``with`` block if the flags request it."""
     metrics = sinks.metrics_path(places)
     if address is None or places.rank or metrics is None:
         yield
@@ -246,7 +248,7 @@ def _micro_batches(plan: RunPlan) -> str:
 
 
 def _say_changes(args: Flags, journal: log.Log) -> None:
-    """Log the differences between this run and the run that saved the checkpoint."""
+    """Log how this run differs from the run that saved the checkpoint."""
     found = stock_checkpoints.existing(args.load, args.ckpt_step)
     if found.is_own:
         for line in resume_changes.since(found, args):

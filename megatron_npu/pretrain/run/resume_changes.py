@@ -1,4 +1,4 @@
-"""Describe differences between a run and the checkpoint from which it resumes, with their effects.
+"""Describe how a run differs from the checkpoint from which it resumes, and the effects of the differences.
 
 All of them are listed in a single table, which is used by the log, docs/reference/resume.md and the tests.
 Changes that are rejected are reported by the checks (``checkpoint_compatibility``) and listed only on the
@@ -27,7 +27,7 @@ _SAMPLES = (
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag that may change on resume.
+    """A flag whose value may change when a run is resumed.
 
     Attributes:
         name: the name of its attribute.
@@ -91,7 +91,7 @@ _LONGEST = 100  # characters of a value that are shown
 
 
 def since(found: CheckpointInfo, args: Flags) -> list[str]:
-    """Return one log line per difference, or an empty list.
+    """Return one log line for each difference from the checkpoint, or an empty list.
 
     Args:
         found: a checkpoint of the built-in trainer.
@@ -119,7 +119,10 @@ def _has_no_effect(name: str, args: Flags) -> bool:
 
 
 def _differences(saved: Mapping[str, Any], args: Flags) -> Iterator[str]:
-    """Yield the flags that differ. Flags that only one side has, as with older checkpoints, are ignored."""
+    """Yield the flags whose values differ from those in the checkpoint.
+
+    Flags that only one side has, as with older checkpoints, are ignored.
+    """
     for row in FLAGS:
         if row.name not in saved or not hasattr(args, row.name) or _has_no_effect(row.name, args):
             continue

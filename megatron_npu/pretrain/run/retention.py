@@ -13,7 +13,7 @@ from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 
 
 class Retention:
-    """Remove surplus checkpoints on rank 0.
+    """Removes checkpoints that need not be kept, on rank 0.
 
     With --save-per-machine, one rank of each machine removes them.
 
@@ -33,7 +33,7 @@ class Retention:
 
     @watchdog.phase(watchdog.SAVING)
     def after(self, path: Path, iteration: int) -> None:
-        """Remove surplus checkpoints after the checkpoint of an iteration is complete."""
+        """Remove checkpoints that need not be kept, after the checkpoint of an iteration is complete."""
         if not self._acts or self._root is None:
             return
         before, self._before = self._before, path
@@ -50,7 +50,7 @@ class Retention:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return True if all files exist with the expected sizes.
+    """Return True if all files of a checkpoint exist and have the expected sizes.
 
     Their contents were verified when they were saved.
     """

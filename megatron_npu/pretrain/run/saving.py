@@ -1,4 +1,4 @@
-"""Save checkpoints synchronously or asynchronously, and log when each of them is complete."""
+"""Save checkpoints synchronously or asynchronously, and log when each one is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_npu.pretrain.run.retention import Retention
 
 
 class Saving:
-    """Writes checkpoints to ``--save``.
+    """Writes checkpoints to the ``--save`` folder.
 
     When used as a context manager, it abandons an unfinished checkpoint if the block raises an error.
 
@@ -37,7 +37,7 @@ class Saving:
         self._writers = AsyncSaves(plan.stored, self._saved) if plan.saves.async_save else None
 
     def save(self, position: Position) -> None:
-        """Save a checkpoint at this position, or start saving it if --async-save is given.
+        """Save a checkpoint for the given position, or start to save it if --async-save is given.
 
         All ranks must call this.
 
@@ -54,7 +54,7 @@ class Saving:
         return self._saved(path, position.iteration)
 
     def save_last(self, position: Position) -> None:
-        """Write the final checkpoint if it has not been written yet, and wait for it.
+        """Write the final checkpoint, if it has not been written yet, and wait until it is written.
 
         All ranks must call this.
 
@@ -66,7 +66,7 @@ class Saving:
             self.wait()
 
     def take_finished(self) -> None:
-        """Complete a checkpoint whose background writers have finished. All ranks must call this.
+        """Complete a checkpoint after its background writers have finished. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.
@@ -76,7 +76,7 @@ class Saving:
                 self._writers.take_finished()
 
     def wait(self) -> None:
-        """Wait for the background writers. All ranks must call this.
+        """Wait for the background writers to finish. All ranks must call this.
 
         Raises:
             UnsavedError: the checkpoint could not be written.

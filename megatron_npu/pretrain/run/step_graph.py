@@ -1,4 +1,5 @@
-"""Implement --cuda-graph-impl local, which captures a step's forward and backward passes as a CUDA graph.
+"""Implement --cuda-graph-impl local, which captures the forward and backward passes of a step as a CUDA
+graph.
 
 The host then launches one graph instead of thousands of kernels, so steps whose kernels are shorter than the
 Python code between them take only the time of the kernels. This is equivalent to upstream's wrapper
@@ -24,7 +25,7 @@ Compute = Callable[..., list[torch.Tensor]]
 
 @contextlib.contextmanager
 def on_its_stream(captures: bool) -> Iterator[None]:
-    """Select a stream that supports capture, before the model is built, if ``captures`` is True.
+    """Select a stream that supports graph capture, before the model is built, if ``captures`` is True.
 
     CUDA's default stream cannot be captured, and autograd accumulates a gradient on the stream on which the
     weight was first used.
@@ -61,7 +62,7 @@ class StepGraph:
         forward_only: bool,
         **others: Any,
     ) -> list[torch.Tensor]:
-        """Return the loss sum and token count of each micro-batch, ``[2]``, computed by ``compute``."""
+        """Return the loss sum and token count of each micro-batch, ``[2]``, as computed by ``compute``."""
         others |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
         if forward_only:
             return self._compute(data_iterator=data_iterator, **others)
@@ -80,7 +81,7 @@ class StepGraph:
         return self._outputs
 
     def _forget(self, micro_batches: int) -> None:
-        """Discard the graph to free its device memory, and repeat the warm-up steps."""
+        """Discard the graph to free its device memory, so that the warm-up steps are repeated."""
         self._graph, self._outputs, self._steps = None, [], 0
         self._inputs = [{} for _ in range(micro_batches)]
         gc.collect()

@@ -1,4 +1,6 @@
-"""Handle requests to save and exit: signals (``--exit-signal-handler``) and the time limit."""
+"""Handle requests to save and exit, which come from signals (``--exit-signal-handler``) and the time
+limit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Termination:
-    """Record signals inside the block, so that the training loop can end between two iterations.
+    """Record the signals received inside the ``with`` block, so that training can end between two iterations.
 
     A second signal of the same kind has its default effect and ends the process immediately.
 
@@ -45,7 +47,7 @@ class Termination:
         signal.signal(number, self._before[signal.Signals(number)])
 
     def requested(self) -> bool:
-        """Return True if any process has received a signal. All ranks must call this."""
+        """Return True if at least one process has received a signal. All ranks must call this."""
         return _anywhere(self._received) if self.enabled else self._received
 
 
@@ -61,7 +63,7 @@ class Deadline:
         self._end = None if minutes is None else began + 60 * minutes
 
     def has_passed(self) -> bool:
-        """Return True if the time limit has passed on any process.
+        """Return True if the time limit has passed on at least one process.
 
         All processes then end together.
 

@@ -9,7 +9,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Run the sitecustomize module that this module hides, if one exists."""
+    """Run the user's sitecustomize module, which this module hides, if it exists."""
     others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
@@ -17,7 +17,7 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _arm(site: str) -> None:
-    """Load activate.py from its file.
+    """Load activate.py from its file, and set up the simulator.
 
     Importing it as part of its package would arm the plug-in.
     """

@@ -1,4 +1,4 @@
-"""Reference kernels for operations that torch_npu uses in place of aten's, mostly backward passes.
+"""Define reference kernels for operations that torch_npu uses in place of aten's, mostly backward passes.
 
 These operations have no CPU kernel.
 """
@@ -45,7 +45,7 @@ def matmul_backward(
 def repeat_interleave_backward_int(
     grad: Tensor, input: Tensor, repeats: int, dim: int | None = None
 ) -> Tensor:
-    """Return the gradient of ``repeat_interleave`` with a single count."""
+    """Return the gradient of ``repeat_interleave`` with the same count for all slices."""
     return repeat_interleave_backward_tensor(grad, input, torch.tensor([repeats]), dim)
 
 
@@ -53,7 +53,7 @@ def repeat_interleave_backward_int(
 def repeat_interleave_backward_tensor(
     grad: Tensor, input: Tensor, repeats: Tensor, dim: int | None = None
 ) -> Tensor:
-    """Return the gradient of ``repeat_interleave`` with one count per slice.
+    """Return the gradient of ``repeat_interleave`` with a separate count for each slice.
 
     If ``dim`` is None, the input is flattened.
     """

@@ -1,4 +1,4 @@
-"""Reference kernels for casts between dtypes, and between memory formats of the device.
+"""Define reference kernels for casts between dtypes, and between the memory formats of the device.
 
 The simulator does not have these memory formats.
 """
@@ -14,7 +14,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_dtype_cast")
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
-    """Return a copy of ``input`` in the dtype that has the given ScalarType number."""
+    """Return a copy of ``input`` in the dtype with the given ScalarType number."""
     return input.to(SCALAR_TYPES[dtype], copy=True)
 
 
@@ -22,7 +22,7 @@ def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) ->
 def npu_dtype_cast_backward(
     grad: Tensor, dtype: torch.dtype, grad_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return the gradient in the dtype of the forward's input."""
+    """Return the gradient in the dtype of the forward pass's input."""
     return grad.to(dtype, copy=True)
 
 
@@ -34,7 +34,7 @@ def npu_private_dtype_cast(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 @kernel("_npu_dtype_cast_backward")
 def npu_private_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient in the dtype of the forward's input."""
+    """Return the gradient in the dtype of the forward pass's input."""
     return grad.to(dtype, copy=True)
 
 
@@ -42,7 +42,7 @@ def npu_private_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
 def npu_format_cast(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return a copy in the plain format, regardless of the requested format.
+    """Return a copy in the plain memory format, regardless of the requested format.
 
     torch_npu itself does the same while its private formats are disabled
     (``torch.npu.config.allow_internal_format = False``), so values and shapes match such a device.
@@ -52,7 +52,7 @@ def npu_format_cast(
 
 @kernel("_npu_format_cast")
 def npu_private_format_cast(input: Tensor, acl_format: int) -> Tensor:
-    """Return a copy in the plain format."""
+    """Return a copy in the plain memory format."""
     return input.clone()
 
 
@@ -60,5 +60,5 @@ def npu_private_format_cast(input: Tensor, acl_format: int) -> Tensor:
 def npu_format_cast_in_place(
     input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    """Return ``input`` unchanged, because it is in the plain format."""
+    """Return ``input`` unchanged, because it already has the plain memory format."""
     return input

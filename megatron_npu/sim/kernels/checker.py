@@ -1,4 +1,4 @@
-"""Define conditions on the arguments of operations, and the errors raised for violations."""
+"""Define conditions on the arguments of operations, and the errors that are raised if they are violated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotSimulatedError(LimitError, NotImplementedError):
 
 @dataclass(frozen=True)
 class Limit:
-    """Condition on an argument of an operation.
+    """A condition on one argument of an operation.
 
     Attributes:
         argument: its name in the operation's schema.
@@ -52,7 +52,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one operation, in the order in which they are checked.
+    """The limits of one operation, in the order in which they are checked.
 
     Attributes:
         source: the document and section that specify them.
@@ -105,7 +105,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype(argument: str, *allowed: torch.dtype) -> Limit:
-    """Require that the tensor, or every tensor in the list, has one of these dtypes."""
+    """Require that the tensor, or every tensor in a list, has one of the given dtypes."""
     names = ", ".join(_dtype_name(each) for each in allowed)
     return Limit(argument, f"dtype {names}", lambda a: all(t.dtype in allowed for t in _tensors(a, argument)))
 
@@ -127,7 +127,7 @@ def shape_of(argument: str, other: str) -> Limit:
 
 
 def dimensions(argument: str, least: int, most: int | None = None) -> Limit:
-    """Require that the tensor, or every tensor in the list, has ``least`` to ``most`` dimensions."""
+    """Require that the tensor, or every tensor in a list, has ``least`` to ``most`` dimensions."""
     most = least if most is None else most
     allowed = f"{least} dimensions" if least == most else f"{least} to {most} dimensions"
     return Limit(argument, allowed, lambda a: all(least <= t.dim() <= most for t in _tensors(a, argument)))
@@ -145,12 +145,15 @@ def between(argument: str, least: float, most: float) -> Limit:
 
 
 def absent(argument: str) -> Limit:
-    """Require None, because the documentation reserves the argument or does not support it."""
+    """Require that the value is None, because the documentation reserves the argument or does not support
+    it.
+    """
     return Limit(argument, "None", lambda a: False)
 
 
 def not_simulated(argument: str, *taken: Any) -> Limit:
-    """Require None or one of these values.
+    """Require that the value is None or one of the given values, because the simulator does not support
+    others.
 
     Hardware accepts other values, but the simulator does not.
     """
@@ -159,7 +162,7 @@ def not_simulated(argument: str, *taken: Any) -> Limit:
 
 
 def required(argument: str) -> Limit:
-    """Require a value, which the operation needs although the argument is optional in the schema."""
+    """Require a value for an argument that the schema declares optional but the operation needs."""
     return Limit(argument, "a value", lambda a: getattr(a, argument) is not None, even_none=True)
 
 

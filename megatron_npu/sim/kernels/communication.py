@@ -1,4 +1,4 @@
-"""Compute matmuls that exchange their operands or results between ranks in one operation.
+"""Define reference kernels for matmuls that exchange their operands or results between ranks.
 
 The collective runs on the named communicator, so its bytes, order and errors are the same as for a separate
 collective (docs/reference/simulator-hccl.md).
@@ -34,7 +34,8 @@ def npu_all_gather_base_mm(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather ``input`` ``[m, k]`` to ``[world_size * m, k]``, and multiply the result by ``x2`` ``[k, n]``.
+    """Gather ``input`` ``[m, k]`` from all ranks into ``[world_size * m, k]``, and multiply it by ``x2``
+    ``[k, n]``.
 
     Returns:
         The product ``[world_size * m, n]``, and the gathered input, which is empty if it is not requested.
@@ -92,7 +93,7 @@ def npu_mm_all_reduce_base(
     comm_quant_mode: int = 0,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """Return the sum of ``x1`` ``[..., k]`` times ``x2`` ``[k, n]`` over all ranks."""
+    """Return the sum over all ranks of ``x1`` ``[..., k]`` times ``x2`` ``[k, n]``."""
     product = (x1 @ x2).contiguous()
     total = torch.empty_like(product)
     _collective("AllReduce", hcom, product, total, product.numel())
@@ -100,7 +101,7 @@ def npu_mm_all_reduce_base(
 
 
 def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count: int) -> None:
-    """Run a collective on host memory and wait for its end.
+    """Run a collective on host memory, and wait until it is complete.
 
     ``count`` is the number of elements of the smaller buffer.
 

@@ -1,4 +1,4 @@
-"""Compute cross entropy from logits, or from hidden states and output weights without full logits."""
+"""Define reference kernels for cross-entropy from logits, or from hidden states and output weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def npu_cross_entropy_loss(
     lse_square_scale_for_zloss: float = 0.0,
     return_zloss: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss (``[n]``, or ``[1]`` if reduced), log probabilities ``[n, c]`` and two empty tensors.
+    """Return the loss (``[n]``, or ``[1]`` if reduced), the log-probabilities ``[n, c]`` and two empty
+    tensors.
 
     Unlike in torch, a negative ``ignore_index`` ignores nothing: every target must be a class.
     """
@@ -61,7 +62,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor:
-    """Return 1 for counted targets and 0 for ignored targets."""
+    """Return 1 for each target that counts, and 0 for each target that is ignored."""
     if ignore_index < 0:
         return torch.ones(target.shape, dtype=torch.float32)
     return (target != ignore_index).float()
@@ -76,7 +77,7 @@ def npu_fused_linear_online_max_sum(
     vocab_end_index: int,
     return_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the per-row statistics of this part of the vocabulary that the loss requires.
+    """Return the row statistics for this part of the vocabulary that are needed to compute the loss.
 
     The statistics are each row's largest logit; its sum of exponentials and its target's logit, both relative
     to the largest; a packed bit for each target outside the part (the first in the lowest bit; the last byte
@@ -103,7 +104,7 @@ def npu_fused_cross_entropy_loss_with_max_sum(
     weight: Tensor | None = None,
     vocab_parallel_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss ``[n]`` and, if logits are given, their probabilities ``[n, v]``."""
+    """Return the loss ``[n]`` and, if logits are given, the probabilities ``[n, v]``."""
     loss = sum_exp_logits.log() - predicted_logits
     if vocab_parallel_logits is None:
         return loss, loss.new_empty(0)
@@ -123,7 +124,7 @@ def npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
     sum_exp_logits: Tensor | None = None,
     softmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` and ``weight``.
+    """Return the gradients of ``input`` and ``weight`` in the fused linear cross-entropy loss.
 
     The logits' gradient is rounded to their dtype.
     """

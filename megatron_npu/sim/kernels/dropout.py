@@ -1,4 +1,4 @@
-"""Compute dropout with the mask packed into bits, as the device stores it."""
+"""Define reference kernels for dropout whose mask is packed into bits, as on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHTS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 @kernel("_npu_dropout")
 def npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the mask, which has one bit per element and is padded to 128 bits.
+    """Return the output and the mask, which has one bit per element and is padded to a multiple of 128 bits.
 
     A bit is 1 if the element is kept. The lowest bit is the first.
     """
@@ -35,7 +35,9 @@ def npu_dropout_gen_mask(
     parallel: bool | None = True,
     sync: bool | None = None,
 ) -> Tensor:
-    """Return the packed mask that an operation generates for ``count`` elements from this seed and offset."""
+    """Return the packed mask that an operation generates for ``count`` elements from the given seed and
+    offset.
+    """
     return pack_bits(randomness.kept(seed, offset, torch.Size(size).numel(), 1 - p))
 
 
@@ -51,12 +53,12 @@ def _apply(x: Tensor, keep: Tensor, p: float) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack booleans ``[n]`` into bytes, eight per byte, with n rounded up to a multiple of 128."""
+    """Pack booleans ``[n]`` into bytes, eight per byte, after padding n to a multiple of 128."""
     padded = torch.zeros(-(-bits.numel() // _PADDING) * _PADDING, dtype=torch.uint8)
     padded[: bits.numel()] = bits
     return (padded.view(-1, 8) * _WEIGHTS).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` booleans from the result of ``pack_bits``."""
+    """Unpack the result of ``pack_bits``, and return the first ``count`` booleans."""
     return ((packed.unsqueeze(-1) & _WEIGHTS) != 0).flatten()[:count]

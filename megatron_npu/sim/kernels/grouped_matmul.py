@@ -1,4 +1,6 @@
-"""Compute matmuls of groups of rows with different weights, as in mixtures of experts."""
+"""Define reference kernels for matmuls of groups of rows with different weights, as in mixtures of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def npu_grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """Return the products x_i · weight_i + bias_i, as one tensor per group or with all rows joined.
+    """Return the products ``x_i · weight_i + bias_i``, as one tensor per group or as a single tensor.
 
     By ``group_type``:
         -1: ``x`` and ``weight`` are lists of equal length.
@@ -74,12 +76,14 @@ def npu_grouped_matmul_list(
     act_type: int | None = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return the products for cumulative lengths on the host in ``group_list``, per group or joined."""
+    """Return the products as ``npu_grouped_matmul`` does, for cumulative lengths that are given as a list
+    on the host.
+    """
     return _by_rows(x, weight, bias, group_list, joined=split_item in (2, 3))
 
 
 def group_ends(group_list: Tensor, group_list_type: int) -> list[int]:
-    """Return the cumulative ends of groups.
+    """Return, for each group of rows, the index of the row after its last one.
 
     The given sizes are cumulative (type 0) or plain (type 1).
     """
@@ -109,7 +113,7 @@ def _groups(ends: Sequence[int]) -> list[slice]:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x · weight + bias, accumulated in fp32 and returned in the dtype of ``x``."""
+    """Return ``x · weight + bias``, accumulated in fp32 and returned in the dtype of ``x``."""
     product = x.float() @ weight.float()
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
@@ -126,7 +130,7 @@ def npu_grouped_matmul_add_in_place(
     group_type: int = K_SPLIT,
     group_list_type: int | None = 0,
 ) -> Tensor:
-    """Add x_iᵀ · weight_i to the fp32 ``input`` ``[e, m, n]``.
+    """Add ``x_iᵀ · weight_i`` to the fp32 tensor ``input`` ``[e, m, n]``.
 
     The groups divide k of ``x`` ``[k, m]``.
     """

@@ -1,4 +1,4 @@
-"""Reference kernel for x · weightᵀ + bias in one operation."""
+"""Define a reference kernel that computes ``x · weightᵀ + bias`` in one operation."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 @kernel("npu_linear_backward")
 def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``input`` and ``weight`` for a gradient ``[m, n]``."""
+    """Return the gradients of ``input`` and ``weight``, given the output's gradient ``[m, n]``."""
     return grad @ weight, grad.t() @ input

@@ -1,4 +1,4 @@
-"""Reference kernels for sorting tokens by expert, reversing that order, and selecting experts.
+"""Define reference kernels that sort tokens by expert, restore their order, and select experts.
 
 ``sorted_indices[i * topk + k]`` is the row of the sorted tokens that contains the k-th copy of token i. -1 or
 a row beyond the sorted tokens means that the copy was dropped.
@@ -18,7 +18,8 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return ``tokens`` ``[t, h]``, copied once per expert in ``indices`` ``[t, topk]`` and sorted by expert.
+    """Copy each token ``[t, h]`` once for each of its experts in ``indices`` ``[t, topk]``, and sort the
+    copies by expert.
 
     ``num_out_tokens`` limits the number of rows like a slice: 0 keeps all, -n drops the last n.
     """
@@ -38,7 +39,7 @@ def npu_moe_token_permute_grad_v2(
     num_topK: int,  # noqa: N803  the schema's name
     padded_mode: bool = False,
 ) -> Tensor:
-    """Return the gradient of the tokens ``[t, h]``, which is the sum over their copies."""
+    """Return the gradient of the tokens, ``[t, h]``, which is the sum over their copies."""
     copies = _copies(grad_permuted_tokens, sorted_indices, tokens_size_0, num_topK)
     return copies.sum(1).to(tokens_dtype)
 
@@ -51,7 +52,7 @@ def npu_moe_token_permute_grad(
     sorted_indices: Tensor,
     padded_mode: bool = False,
 ) -> Tensor:
-    """Return the gradient of the tokens, with the signature in older torch_npu versions."""
+    """Return the gradient of the tokens, with the signature of older torch_npu versions."""
     copies = 1 if indices.dim() == 1 else indices.size(1)
     return npu_moe_token_permute_grad_v2(
         grad_permuted_tokens, sorted_indices, tokens.size(0), tokens.dtype, copies
@@ -66,7 +67,9 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the sum of each token's copies ``[t, h]``, weighted by ``probs`` ``[t, topk]`` if given."""
+    """Return the sum of the copies of each token, ``[t, h]``, weighted by ``probs`` ``[t, topk]`` if they
+    are given.
+    """
     shape = (len(sorted_indices), 1) if probs is None else probs.shape
     copies = _copies(permuted_tokens, sorted_indices, *shape)
     if probs is not None:
@@ -82,7 +85,7 @@ def npu_private_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and the input for the backward pass, which is empty without probabilities."""
+    """Return the unpermuted tokens, and the input that the backward pass needs if probabilities are given."""
     needed = permuted_tokens.clone() if probs is not None else permuted_tokens.new_empty(0)
     return npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs), needed
 
@@ -124,7 +127,9 @@ def npu_moe_token_unpermute_grad(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients, with the signature in older torch_npu versions."""
+    """Return the gradients of the sorted tokens and of ``probs``, with the signature of older torch_npu
+    versions.
+    """
     return npu_moe_token_unpermute_grad_v2(
         grad_unpermuted_tokens,
         sorted_indices,
@@ -144,7 +149,7 @@ def npu_moe_token_permute_with_routing_map(
     num_out_tokens: int | None = None,
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens sorted by expert, their probabilities (or an empty tensor) and ``sorted_indices``.
+    """Return the tokens sorted by expert, their probabilities (or an empty tensor), and ``sorted_indices``.
 
     ``routing_map`` and ``probs`` are ``[t, experts]``; each row of the map has the same number of ones.
     """
@@ -188,7 +193,7 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """Return the sum of each token's copies ``[t, h]``, weighted by their probabilities if given."""
+    """Return the sum of each token's copies, ``[t, h]``, weighted by probabilities if these are given."""
     copies = _copies(permuted_tokens, sorted_indices, restore_shape[0])
     if probs is not None:
         assert routing_map is not None  # by the limits
@@ -254,7 +259,9 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the stable order of the copies by expert, and the int32 row of each copy in that order."""
+    """Return the indices that sort token copies stably by expert, and each copy's int32 row in the sorted
+    order.
+    """
     order = experts.argsort(stable=True)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order))
@@ -262,7 +269,7 @@ def _sort(experts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return ``rows[positions]`` in fp32, with zeros for positions that are out of range."""
+    """Return ``rows[positions]`` in fp32, with zeros for positions out of range."""
     positions = positions.long()
     valid = (positions >= 0) & (positions < rows.size(0))
     gathered = torch.zeros(len(positions), rows.size(1), dtype=torch.float32)
@@ -271,7 +278,7 @@ def _gather(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = None) -> Tensor:
-    """Return the copies of every token as fp32 ``[tokens, topk, h]``.
+    """Return the copies of each token as fp32 ``[tokens, topk, h]``.
 
     If ``topk`` is None, it is inferred.
     """
@@ -280,7 +287,9 @@ def _copies(rows: Tensor, positions: Tensor, tokens: int, topk: int | None = Non
 
 
 def _scatter(values: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Return ``[count, h]`` with ``values`` at ``positions``, which is the inverse of ``_gather``."""
+    """Return a tensor ``[count, h]`` with ``values`` at ``positions``, which is the inverse of
+    ``_gather``.
+    """
     positions = positions.long()
     valid = (positions >= 0) & (positions < count)
     rows = torch.zeros(count, values.size(1), dtype=torch.float32)
@@ -308,7 +317,7 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and experts (int32) ``[t, k]`` and, with ``out_flag``, all scores (fp32, ``[t, e]``).
+    """Return weights and int32 experts, ``[t, k]`` each, and with ``out_flag`` all scores, fp32 ``[t, e]``.
 
     The scores are softmax (``norm_type`` 0) or sigmoid; ``bias`` affects only the selection. With groups,
     experts are selected from the ``k_group`` groups with the largest score (mode 0) or the largest sum of
@@ -340,7 +349,7 @@ def npu_moe_gating_top_k_backward(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> Tensor:
-    """Return the gradient of ``x`` ``[t, e]``, given its sigmoid scores ``x_norm``."""
+    """Return the gradient of ``x``, ``[t, e]``, given the sigmoid scores ``x_norm``."""
     chosen, grad = expertIdx.long(), grad_y.float() * routed_scaling_factor
     scores = x_norm.gather(1, chosen)
     total = scores.sum(-1, keepdim=True) + eps

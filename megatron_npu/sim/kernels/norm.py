@@ -1,4 +1,4 @@
-"""Reference kernels for RMSNorm, and for RMSNorm and layer norm after a residual addition.
+"""Define reference kernels for RMSNorm, and for RMSNorm and layer norm after a residual addition.
 
 RMSNorm is y = x / sqrt(mean(x²) + epsilon) · gamma.
 """
@@ -13,7 +13,7 @@ from megatron_npu.sim.kernels.registry import kernel
 
 @kernel("npu_rms_norm")
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return y with the dtype of ``input``, and 1 / rms in fp32 with the normalized dimensions kept as 1."""
+    """Return the norm in the dtype of ``input``, and the inverse root mean square in fp32."""
     x = input.float()
     rstd = torch.rsqrt(x.pow(2).mean(_normalised(input, gamma), keepdim=True) + epsilon)
     return (x * rstd * gamma.float()).to(input.dtype), rstd
@@ -34,7 +34,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rms_norm(x1 + x2), its 1 / rms, and the sum.
+    """Return the RMS norm of ``x1 + x2``, its inverse root mean square, and the sum.
 
     torch_npu defines no gradient for this operation.
     """
@@ -52,7 +52,7 @@ def npu_add_layer_norm(
     epsilon: float = 1e-5,
     additional_output: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return layer_norm(x1 + x2), its mean and 1 / deviation in fp32, and the sum if requested."""
+    """Return the layer norm of ``x1 + x2``, its fp32 mean and inverse deviation, and the sum if requested."""
     total = x1 + x2
     x, dims = total.float(), _normalised(total, gamma)
     mean = x.mean(dims, keepdim=True)
@@ -71,7 +71,8 @@ def npu_add_layer_norm_backward(
     gamma: Tensor,
     dsum_opt: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the sum twice, in the sum's dtype, and the gradients of gamma and beta in fp32.
+    """Return the gradient of the sum twice, in the dtype of the sum, and the gradients of gamma and beta in
+    fp32.
 
     ``dsum_opt`` is the gradient of the sum that the forward pass returned.
     """
@@ -87,5 +88,5 @@ def npu_add_layer_norm_backward(
 
 
 def _normalised(input: Tensor, gamma: Tensor) -> tuple[int, ...]:
-    """Return the dimensions that gamma spans, which are the last dimensions."""
+    """Return the normalized dimensions, which are as many of the last dimensions as gamma has."""
     return tuple(range(input.dim() - gamma.dim(), input.dim()))

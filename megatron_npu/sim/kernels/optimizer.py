@@ -1,4 +1,4 @@
-"""Reference kernel for the fused AdamW step."""
+"""Define a reference kernel for the fused AdamW step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def npu_apply_adam_w(
     *,
     out: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update ``out`` = (var, m, v) in place with an AdamW step (Loshchilov and Hutter 2019), and return them.
+    """Update ``out`` = (var, m, v) in place with an AdamW step (Loshchilov and Hutter 2019), and return it.
 
     ``beta1_power`` and ``beta2_power`` are beta^(t-1), the powers of the previous step: the operation itself
     multiplies them by beta. It computes in fp32.

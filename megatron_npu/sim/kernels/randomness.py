@@ -1,4 +1,4 @@
-"""Random numbers from the device's generator, which a backward kernel can regenerate from (seed, offset)."""
+"""Draw random numbers that a backward kernel can regenerate from the generator's seed and offset."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK_63_BITS = (1 << 63) - 1
 
 
 def advance() -> tuple[int, int]:
-    """Return (seed, offset) of the current device's default generator, and advance its offset."""
+    """Return the seed and offset of the current device's default generator, and advance the offset."""
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu is imported when a kernel runs
     generator = npu.default_generators[npu.current_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
@@ -22,11 +22,13 @@ def advance() -> tuple[int, int]:
 
 
 def kept(seed: int, offset: int, count: int, keep_prob: float) -> Tensor:
-    """Return ``count`` booleans, each True with probability ``keep_prob``, determined by the arguments."""
+    """Return ``count`` booleans, each True with probability ``keep_prob``, which depend only on seed and
+    offset.
+    """
     return _uniform(seed, offset, count) < keep_prob
 
 
 def _uniform(seed: int, offset: int, count: int) -> Tensor:
-    """Return ``count`` fp32 numbers in [0, 1)."""
+    """Return ``count`` fp32 random numbers in [0, 1)."""
     mixed = (seed * _MIX[0] + (offset + 1) * _MIX[1]) & _MASK_63_BITS
     return torch.rand(count, generator=torch.Generator().manual_seed(mixed), dtype=torch.float32)

@@ -21,7 +21,7 @@ NAMESPACES = ("npu", "aten")
 
 @dataclass(frozen=True)
 class Kernel:
-    """Reference kernel of one operation.
+    """The reference kernel of one operation.
 
     Attributes:
         operation: the name and overload without namespace, such as ``npu_apply_adam_w.out``.
@@ -56,7 +56,7 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def kernel(*operations: str) -> Callable[[_Function], _Function]:
-    """Declare a function as the kernel of operations ``npu::name`` for host tensors.
+    """Declare a function as the kernel of the operations ``npu::name`` for host tensors.
 
     The function has the parameters of the operation's schema, with the same names, order and defaults,
     because torch omits arguments that equal the default. The tensors alias the device's memory; the function
@@ -73,7 +73,7 @@ def kernel(*operations: str) -> Callable[[_Function], _Function]:
 
 
 def _with_limits(operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a check of its operation's limits, if it has any."""
+    """Return the function, with a check of the operation's limits if it has any."""
     table = LIMITS.get(operation)
     if table is None:
         return function
@@ -111,7 +111,7 @@ def register_all() -> list[str]:
 
 
 def _register(library: torch.library.Library, namespace: str, operation: str, each: Kernel) -> None:
-    """Register a kernel, and an error for host tensors, which real hardware would reject.
+    """Register a kernel, and also an error for host tensors that real hardware would reject.
 
     The simulator's device kernel calls the CPU key directly, bypassing the AutogradCPU key that raises the
     error.

@@ -1,4 +1,4 @@
-"""Reference kernels for rotary position embedding, cos · x + sin · rotate(x)."""
+"""Define reference kernels for rotary position embedding, ``cos · x + sin · rotate(x)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.sim.kernels.registry import kernel
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """Return ``input`` (4 dimensions, the last of size d), rotated by cos ``r1`` and sin ``r2``.
+    """Rotate ``input`` (4 dimensions, the last of size d) by the cosines ``r1`` and the sines ``r2``.
 
     As on the device, cos and sin are cast to the dtype of ``input`` before the multiplication.
     """
@@ -25,7 +25,7 @@ def npu_rotary_mul(
 def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``input``, cos and sin, all in the dtype of ``input``."""
+    """Return the gradients of ``input``, of the cosines and of the sines, all in the dtype of ``input``."""
     g, x, cos, sin = grad.float(), input.float(), r1.to(input.dtype).float(), r2.to(input.dtype).float()
     dx = cos * g - _rotate(sin * g, rotary_mode)  # the transpose of a rotation turns backwards
     dcos = (g * x).sum_to_size(r1.shape)
@@ -42,7 +42,7 @@ def npu_apply_rotary_pos_emb(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``query`` and ``key`` in place and return them.
+    """Rotate ``query`` and ``key`` in place, and return them.
 
     The schema does not declare this mutation.
     """

@@ -1,4 +1,6 @@
-"""Reference kernels for Megatron's fused softmax: softmax(scale · x) with masked scores set to -10000."""
+"""Define reference kernels for Megatron's fused softmax, ``softmax(scale · x)`` with masked scores set to
+-10000.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ MASKED_SCORE = -10000.0
 def npu_scaled_masked_softmax(
     x: Tensor, mask: Tensor, scale: float = 1, fixed_triu_mask: bool = False
 ) -> Tensor:
-    """Return the softmax over the last dimension of ``x`` ``[n, c, h, w]``, computed in fp32."""
+    """Return the softmax of ``x`` ``[n, c, h, w]`` over the last dimension, computed in fp32."""
     scores = (x.float() * float(scale)).masked_fill(_masked(x, mask, fixed_triu_mask), MASKED_SCORE)
     return torch.softmax(scores, -1).to(x.dtype)
 
@@ -32,7 +34,7 @@ def npu_scaled_masked_softmax_backward(
 
 
 def _masked(x: Tensor, mask: Tensor, fixed_triu_mask: bool) -> Tensor:
-    """Return True at positions that the given mask hides or, with ``fixed_triu_mask``, above the diagonal."""
+    """Return a mask that is True where the given mask is or, with ``fixed_triu_mask``, above the diagonal."""
     if fixed_triu_mask:
         return torch.ones(x.shape[-2:], dtype=torch.bool).triu_(1)
     return mask.bool()

@@ -1,4 +1,4 @@
-"""Reference kernels for the device's overflow flag.
+"""Define reference kernels for the device's overflow flag.
 
 An Atlas A2 or A3 in its default Inf/NaN mode never sets the flag: overflow becomes inf in the result. The
 simulated device behaves in the same way. Programs check for inf, as torch_npu's own GradScaler does there.
@@ -16,7 +16,7 @@ WORDS = 8
 
 @kernel("npu_alloc_float_status")
 def npu_alloc_float_status(input: Tensor) -> Tensor:
-    """Return eight fp32 zeros."""
+    """Return eight zeros in fp32, as storage for the overflow flag."""
     return torch.zeros(WORDS, dtype=torch.float32)
 
 
@@ -31,5 +31,5 @@ def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
 
 @kernel("npu_clear_float_status")
 def npu_clear_float_status(input: Tensor, mode: int = 0) -> Tensor:
-    """Clear the overflow flag, and return eight zeros with the dtype of ``input``."""
+    """Clear the overflow flag, and return eight zeros in the dtype of ``input``."""
     return input.new_zeros(WORDS)

@@ -1,1 +1,1 @@
-"""Stub for apex, which contains only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""
+"""Stub for apex that contains only ``apex.optimizers`` and ``apex.multi_tensor_apply``."""

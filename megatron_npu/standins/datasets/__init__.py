@@ -1,1 +1,1 @@
-"""Stubs for the compiled dataset helpers of the supported Megatron versions."""
+"""Provide stubs for the compiled dataset helpers of the supported Megatron versions."""

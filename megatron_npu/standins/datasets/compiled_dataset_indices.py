@@ -1,4 +1,4 @@
-"""Call the compiled ``dataset_indices.cpp``, which gives the results of ``dataset_helpers`` faster."""
+"""Call the compiled ``dataset_indices.cpp``, which gives the results of ``dataset_helpers`` in less time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Sentences(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None if compiling is disabled or fails.
+    """Return the library of compiled functions, or None if compiling is disabled or fails.
 
     A failure is logged.
     """
@@ -95,7 +95,7 @@ def blend(
     size: int,
     limits: NDArray[np.int64] | None = None,
 ) -> Int64:
-    """Fill the indices of a blend.
+    """Fill the index arrays of a blend of datasets.
 
     Return the number of samples of each dataset.
 
@@ -129,7 +129,7 @@ def blend(
 
 
 def blends(dataset_index: NDArray[Any], dataset_sample_index: NDArray[Any], datasets: int, size: int) -> bool:
-    """Return True if ``blend`` can fill these arrays."""
+    """Return True if ``blend`` is able to fill the given arrays."""
     return (
         datasets > 0
         and dataset_index.dtype in _BLENDS
@@ -146,7 +146,7 @@ def _is_room(array: NDArray[Any], size: int) -> bool:
 def samples_of_documents(
     sizes: NDArray[Any], order: NDArray[Any], samples: int, length: int, extra: int
 ) -> Int64 | None:
-    """Return the position at which each sample begins, ``[samples + 1, 2]``.
+    """Return the positions at which samples begin, ``[samples + 1, 2]``.
 
     Return None if the Python implementation is required.
 
@@ -180,7 +180,7 @@ def rows_of_sentences(
     seed: int,
     least: int,
 ) -> NDArray[np.generic] | None:
-    """Return shuffled samples of sentences ``[samples, 3]``, or blocks ``[blocks, 4]``.
+    """Return samples of sentences, ``[samples, 3]``, or blocks, ``[blocks, 4]``, in shuffled order.
 
     Return None if the Python implementation must be used.
 
@@ -218,7 +218,7 @@ def rows_of_sentences(
 
 
 def _documents_of_sentences(docs: NDArray[Any], sizes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return both arrays in the form that the C++ code requires, after checking their contents."""
+    """Check the arrays of documents and sentences, and return them in the form that the C++ code requires."""
     docs, sizes = _contiguous(docs, np.int64), _contiguous(sizes, np.int32)
     _require(docs[0] >= 0 and bool((docs[1:] >= docs[:-1]).all()), "documents in order", docs[:4])
     _require(docs[-1] <= len(sizes), "sentences", len(sizes))

@@ -32,14 +32,14 @@ __all__ = [
 
 
 def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
-    """Return the result of ``build_sample_idx_int64`` as int32."""
+    """Return the result of ``build_sample_idx_int64`` with dtype int32."""
     return build_sample_idx_int64(*args, **kwargs).astype(np.int32)
 
 
 def build_exhaustive_blending_indices(
     dataset_index: NDArray[np.int16], dataset_sample_index: Int64, sizes: Int64 | list[int], num_datasets: int
 ) -> None:
-    """Blend all samples of every dataset once.
+    """Fill the index arrays so that all samples of every dataset are used once.
 
     The next sample comes from the dataset that is furthest behind its share.
 

@@ -31,7 +31,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> NDArray[np.int32]:
-    """Return the result of ``build_sample_idx_int64`` with its default arguments, as int32."""
+    """Return the result of ``build_sample_idx_int64`` with default arguments and dtype int32."""
     return build_sample_idx_int64(sizes, doc_idx, seq_length, num_epochs, tokens_per_epoch).astype(np.int32)
 
 
@@ -44,7 +44,7 @@ def build_sample_idx_int64(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: int = 1,
 ) -> Int64:
-    """Return the start of each sample of a GPT dataset in the concatenated documents of all epochs.
+    """Return the position at which each sample of a GPT dataset starts in the documents of all epochs.
 
     The name and the last two arguments are megatron-core's; 285068c8 always uses their defaults.
 
@@ -88,7 +88,7 @@ def build_blending_indices(
     size: int,
     verbose: bool,
 ) -> None:
-    """Determine, for each of ``size`` samples, its dataset and its index in that dataset.
+    """Determine, for each of ``size`` samples, the dataset from which it comes and its index in that dataset.
 
     Each sample is taken from the dataset that is furthest behind its weight, and from the first one in a tie.
 
@@ -112,7 +112,7 @@ def build_blending_indices(
 def _blend(
     dataset_index: NDArray[Any], dataset_sample_index: Int64, shares: NDArray[np.float64], size: int
 ) -> list[int]:
-    """Blend datasets in Python, or with numpy if there are many datasets.
+    """Blend datasets in plain Python, or with numpy if there are many datasets.
 
     Return the number of samples of each dataset.
     """
@@ -261,14 +261,14 @@ def build_blocks_mapping(
 
 
 def _tokens_before(sizes: NDArray[np.int32]) -> Int64:
-    """Return the number of tokens before each sentence, ``[sentences + 1]``."""
+    """Return the number of tokens that precede each sentence, ``[sentences + 1]``."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def _usable_documents(
     docs: Int64, sizes: NDArray[np.int32], least: int, checked_from: int
 ) -> list[tuple[int, int, int]]:
-    """Return (document, first sentence, end sentence) of each document that yields samples.
+    """Return (document, first sentence, end sentence) for each document from which samples can be made.
 
     A document must have at least ``least`` sentences; one with ``checked_from`` or more must not contain a
     long sentence.
@@ -282,7 +282,7 @@ def _usable_documents(
 
 
 def _end_of_sample(before: Int64, first: int, last: int, target: int, least: int, *, left_over: int) -> int:
-    """Return the sentence after the last sentence of the sample that begins with ``first``.
+    """Return the sentence that follows the sample beginning with ``first``.
 
     The sample has at least ``target`` tokens and ``least`` sentences, and leaves more than ``left_over``
     sentences of the document. If that is not possible, it takes the rest of the document.
@@ -301,7 +301,7 @@ def _told(rows: NDArray[np.generic], verbose: bool) -> NDArray[np.generic]:
 def _shuffled(
     rows: Sequence[tuple[int, ...]], columns: int, sizes: NDArray[np.int32], seed: int
 ) -> NDArray[np.generic]:
-    """Return the rows in Fisher-Yates order, shuffled with ``std::mt19937_64(seed + 1)``."""
+    """Shuffle the rows by the Fisher-Yates algorithm with ``std::mt19937_64(seed + 1)``, and return them."""
     dtype = np.uint64 if len(sizes) > np.iinfo(np.uint32).max else np.uint32
     order = list(range(len(rows)))
     numbers = _random64(seed + 1)
@@ -328,7 +328,7 @@ _TWIST = np.uint64(0xB5026F5AA96619E9)
 
 
 def _random64(seed: int) -> Iterator[int]:
-    """Yield the random numbers of ``std::mt19937_64(seed)``, which numpy lacks."""
+    """Yield the random numbers of ``std::mt19937_64(seed)``, a generator that numpy does not have."""
     state = _seeded_state(seed)
     while True:
         # The first half needs old words only, the second the first half's new ones, the last word both.

@@ -18,7 +18,7 @@ __version__ = "0.0+megatron.npu"  # Transformers takes other names of it from 0.
 
 
 def refuse_states(initial_state: Any, output_final_state: bool) -> None:
-    """Check that generation from an initial state is not requested.
+    """Check that the caller does not request generation from an initial state.
 
     Raises:
         UsageError: generation from a state is requested.
@@ -32,7 +32,7 @@ def refuse_states(initial_state: Any, output_final_state: bool) -> None:
 
 
 def lengths_of(cu_seqlens: Tensor | None, steps: int) -> list[int]:
-    """Return the lengths of packed sequences from their boundaries ``cu_seqlens`` ``[n + 1]``.
+    """Return the lengths of packed sequences, given their boundaries ``cu_seqlens`` ``[n + 1]``.
 
     The boundaries are read on the host, once per call. Tokens after the last sequence count as one more
     sequence.

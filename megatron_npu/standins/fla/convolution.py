@@ -1,4 +1,4 @@
-"""Stub for ``fla.modules.convolution``, a short causal convolution of each channel."""
+"""Stub for ``fla.modules.convolution``, which computes a short causal convolution of each channel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return ``silu(convolution + bias)`` of ``[b, s, d]``, and None in place of a state.
+    """Return ``silu(convolution + bias)`` of the input ``[b, s, d]``, and None in place of a state.
 
     Args:
         x: ``[b, s, d]``; with ``cu_seqlens``, b is 1.

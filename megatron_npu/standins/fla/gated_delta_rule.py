@@ -1,4 +1,4 @@
-"""Stub for ``fla.ops.gated_delta_rule``, linear attention with a decaying, corrected state."""
+"""Stub for ``fla.ops.gated_delta_rule``, a linear attention whose state decays and is corrected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the outputs, ``[b, s, heads, p]``, and None in place of a state.
+    """Return the outputs of the gated delta rule, ``[b, s, heads, p]``, and None in place of a state.
 
     Args:
         q, k, v, g, beta: see ``ops.delta_rule.gated_delta_rule``; with ``cu_seqlens``, b is 1.

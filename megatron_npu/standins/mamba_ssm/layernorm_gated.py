@@ -1,4 +1,4 @@
-"""Stub for ``mamba_ssm.ops.triton.layernorm_gated``, the norm after the scan."""
+"""Stub for ``mamba_ssm.ops.triton.layernorm_gated``, the gated norm that follows the scan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm of groups of channels with a gate, and a parameter ``weight`` ``[h]``.
+    """Gated RMS norm over groups of channels, with a parameter ``weight`` ``[h]``.
 
     Args:
         hidden_size: h.
@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize ``[..., h]`` in fp32, with the gate's logits ``[..., h]`` if they are given."""
+        """Apply the norm to ``[..., h]`` in fp32, with the gate's logits ``[..., h]`` if they are given."""
         values = x.float()
         if z is not None and not self.norm_before_gate:
             values = values * F.silu(z.float())

@@ -1,4 +1,6 @@
-"""Stub for ``mamba_ssm.ops.triton.ssd_combined``, a Mamba-2 layer's scan with and without its convolution."""
+"""Stub for ``mamba_ssm.ops.triton.ssd_combined``, the scan of a Mamba-2 layer with and without its
+convolution.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def mamba_chunk_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return the scan of ``[b, s, heads, p]`` plus ``D x``, multiplied by ``silu(z)``.
+    """Return the scan of ``x``, ``[b, s, heads, p]``, plus ``D x``, multiplied by ``silu(z)``.
 
     Args:
         x, dt, A, B, C: see ``ops.state_space.selective_scan``.
@@ -73,8 +75,7 @@ def mamba_split_conv1d_scan_combined(
     seq_idx: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """Return the input ``[b, s, heads p]`` of a layer's last projection from the output of its first
-    projection.
+    """Compute the part of a Mamba-2 layer between its two projections, and return ``[b, s, heads p]``.
 
     Args:
         zxbcdt: ``[b, s, 2 heads p + 2 groups n + heads]``: the gate, values, b, c and steps, concatenated.
@@ -118,7 +119,7 @@ def _one_by_one(function: Callable[..., Tensor], lengths: list[int], *tensors: T
 
 
 def _lengths(seq_idx: Tensor | None, x: Tensor) -> list[int]:
-    """Return the number of tokens of each packed sequence in ``x`` ``[1, s, …]``, read on the host."""
+    """Return the number of tokens of each packed sequence in ``x`` ``[1, s, …]``, as values on the host."""
     if seq_idx is None:
         return [x.size(1)]
     if seq_idx.shape != (1, x.size(1)) or x.size(0) != 1:

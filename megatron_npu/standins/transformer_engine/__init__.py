@@ -1,4 +1,5 @@
-"""Provide our layers with TransformerEngine's names, if requested and if TransformerEngine is absent.
+"""Provide our layers under TransformerEngine's names if this is requested and TransformerEngine is not
+installed.
 
 megatron-core wraps TransformerEngine's modules in its own classes (``megatron.core.extensions.
 transformer_engine``), which define constructors, sharded checkpoints and bias conventions, with small

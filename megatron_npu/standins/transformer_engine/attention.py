@@ -31,13 +31,13 @@ class DotProductAttention(torch.nn.Module):
 
 
 class _SplitAlongDim:
-    """Class with the one function that upstream uses to split a tensor into views along a dimension."""
+    """Stub class with one function, which splits a tensor into views along a dimension."""
 
     @staticmethod
     def apply(
         tensor: Tensor, split_dim: int, split_size_or_sections: int | Sequence[int], squeeze: bool = False
     ) -> tuple[Tensor, ...]:
-        """Return the result of ``torch.split``.
+        """Split a tensor with ``torch.split``, and return the parts.
 
         With ``squeeze``, the dimension is removed from each part.
         """

@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.common``, which contains low-precision recipes."""
+"""Stub for ``transformer_engine.common``, which contains recipes for low precision."""
 
 from __future__ import annotations
 

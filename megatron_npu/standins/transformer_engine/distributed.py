@@ -1,4 +1,6 @@
-"""Stub for ``transformer_engine.pytorch.distributed``: recomputation, and RNG states of model parallelism."""
+"""Stub for ``transformer_engine.pytorch.distributed``, with recomputation and model-parallel random
+states.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, which the backward pass recomputes with megatron-core's
+    """Return ``function(*args, **kwargs)``, which is recomputed in the backward pass by megatron-core's
     checkpoint.
 
     Args:
@@ -31,7 +33,7 @@ def checkpoint(
 
 
 def activation_recompute_forward(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    """Return a context without effect.
+    """Return a context that has no effect.
 
     TransformerEngine's context keeps fp8 scales between forward passes.
     """

@@ -10,7 +10,7 @@ from megatron_npu.standins.transformer_engine.recipe import refuse
 
 
 class FP8GlobalStateManager:
-    """Queries of the global fp8 state that upstream uses."""
+    """Stub for the manager of the global fp8 state, with the queries that upstream makes."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:

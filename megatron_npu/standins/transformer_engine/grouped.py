@@ -1,4 +1,6 @@
-"""Support for ``transformer_engine.pytorch.GroupedLinear``, a linear layer for each expert in one matmul."""
+"""Implement ``transformer_engine.pytorch.GroupedLinear``, which computes a linear layer per expert in one
+matmul.
+"""
 
 from __future__ import annotations
 

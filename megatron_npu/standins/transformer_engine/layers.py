@@ -1,4 +1,4 @@
-"""Implement linear layers of ``transformer_engine.pytorch``, with and without a preceding norm."""
+"""Implement the linear layers of ``transformer_engine.pytorch``, with and without a norm before them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Initializer = Callable[[Tensor], Any]
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Base class of the layers, with the tensor-parallel group, parameters and their initialization.
+    """Base class of the layers, which handles the tensor-parallel group and the parameters.
 
     Args:
         tp_group, tp_size: the ranks that share the weights; the size is used only without a group, which may
@@ -68,18 +68,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._register_load_state_dict_pre_hook(_complete_extra_state, with_module=True)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the group of tensor-parallel ranks."""
+        """Set the group of tensor-parallel ranks of the layer."""
         self.tp_group = tp_group
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing, because fp8 is not supported."""
 
     def get_extra_state(self) -> Tensor:
-        """Return an empty byte tensor, as TransformerEngine 2 does for a layer without fp8."""
+        """Return an empty tensor of bytes, as TransformerEngine 2 does for a layer without fp8."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore the extra state.
+        """Ignore the extra state, because the layer does not use fp8.
 
         fp8 scales have no meaning for weights loaded in full precision.
         """
@@ -94,7 +94,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     fill(getattr(self, name))
 
     def add_parameter(self, name: str, sizes: tuple[int, ...], fill: Initializer, random: bool) -> Any:
-        """Register a parameter and return it, so that the caller can set attributes on it.
+        """Register a parameter, and return it so that the caller can set attributes on it.
 
         Args:
             random: whether the parameter is initialized from the tracker's state.
@@ -129,7 +129,7 @@ def _refuse_others(others: dict[str, Any]) -> None:
 
 
 def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept a checkpoint without ``_extra_state``, or with one for each expert."""
+    """Accept checkpoints that have no ``_extra_state``, or one for each expert."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}_extra_state")]:
         if name != f"{prefix}_extra_state":
             del state_dict[name]
@@ -137,7 +137,7 @@ def _complete_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], p
 
 
 class Linear(TransformerEngineBaseModule):
-    """Linear layer ``input @ weight.T + bias`` with the communication of its parallel mode.
+    """Linear layer ``input @ weight.T + bias`` that performs the communication of its parallel mode.
 
     Args:
         in_features, out_features: the sizes over all tensor-parallel ranks.
@@ -175,20 +175,21 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=str(self.device) == "meta")
 
     def _add_norm(self) -> None:
-        """Register the parameters that precede the weight.
+        """Register the parameters of the layer's norm, if it has one, before the weight is registered.
 
         This class has none.
         """
 
     def _add_weights(self, fill: Initializer) -> None:
-        """Register all weights and biases.
+        """Register all weights and biases of the layer.
 
         This class has one of each.
         """
         self.add_weights("", fill)
 
     def add_weights(self, number: str, fill: Initializer) -> None:
-        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, with attributes that describe their sharding.
+        """Register ``weight`` ``[o, i]`` and ``bias`` ``[o]``, with attributes that describe how they are
+        sharded.
 
         Args:
             number: the suffix of the names, in a layer with several weights.
@@ -208,7 +209,7 @@ class Linear(TransformerEngineBaseModule):
             set_tensor_model_parallel_attributes(vector, True, 0, 1)
 
     def take_bias(self) -> None:
-        """Add the bias in the matmul from now on, if it supports this, instead of returning it.
+        """Make the matmul add the bias from now on, if it supports this, instead of returning the bias.
 
         A row-parallel layer over several ranks does not do this, because its bias is added after the sum.
         """
@@ -224,7 +225,7 @@ class Linear(TransformerEngineBaseModule):
         return self.apply_bias or taken
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Map ``[s, b, i]`` to ``[s, b, o]``, split as the mode requires.
+        """Compute the layer: map ``[s, b, i]`` to ``[s, b, o]``, partitioned as the parallel mode requires.
 
         The bias may be returned too.
         """
@@ -247,12 +248,12 @@ class Linear(TransformerEngineBaseModule):
 
 
 def normal_weights(weight: Tensor) -> None:
-    """Initialize a weight as TransformerEngine 2.6 does without an ``init_method``."""
+    """Initialize a weight as TransformerEngine 2.6 does if there is no ``init_method``."""
     torch.nn.init.normal_(weight, 0.0, 0.023)
 
 
 class LayerNormLinear(Linear):
-    """A norm and a linear layer.
+    """A norm followed by a linear layer.
 
     The parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``weight`` and ``bias``.
 
@@ -306,7 +307,7 @@ class LayerNormLinear(Linear):
         bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Compute the norm and ``Linear``.
+        """Compute the norm, and then the linear layer.
 
         With ``return_layernorm_output``, append the norm's result ``[s, b, i]``.
         """
@@ -326,7 +327,7 @@ class LayerNormLinear(Linear):
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """Norm and two linear layers in one class.
+    """A norm followed by two linear layers with an activation between them.
 
     The class has no instances, but peft 0.20 compares layers with this class.
 

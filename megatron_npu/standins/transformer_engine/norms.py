@@ -1,4 +1,4 @@
-"""Implement the norms of ``transformer_engine.pytorch``."""
+"""Implement the norms of ``transformer_engine.pytorch`` with our operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.ops import norm, residual_norm
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a ``weight``, computed by our operation.
+    """RMS norm with a parameter ``weight``, computed by our operation.
 
     Args:
         normalized_shape: the size of the last dimension.
@@ -58,7 +58,7 @@ class RMSNorm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``[..., h]``."""
+        """Apply the norm to ``[..., h]``."""
         result = residual_norm.result_of(self, input)
         if result is not None:
             return result
@@ -67,7 +67,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    """Layer norm with a ``weight`` and a ``bias``.
+    """Layer norm with the parameters ``weight`` and ``bias``.
 
     The arguments are those of ``RMSNorm``.
     """
@@ -76,5 +76,5 @@ class LayerNorm(RMSNorm):
 
 
 def _without_extra_state(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the extra state that TransformerEngine's norms have had since version 2."""
+    """Remove from a state dict the extra state that TransformerEngine's norms have had since version 2."""
     state_dict.pop(f"{prefix}_extra_state", None)

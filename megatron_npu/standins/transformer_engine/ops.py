@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.pytorch.ops``: activations as modules.
+"""Stub for ``transformer_engine.pytorch.ops``, which provides activation functions as modules.
 
 Fused chains of operations are rejected.
 """
@@ -17,16 +17,16 @@ from megatron_npu.ops import activation
 
 
 class FusibleOperation(torch.nn.Module):
-    """The base class of the operations."""
+    """Base class of the operations."""
 
 
 class _Activation(FusibleOperation):
-    """Activation without parameters, from ``[..., h]`` (``[..., 2h]`` if gated) to ``[..., h]``."""
+    """Activation function without parameters, from ``[..., h]`` (``[..., 2h]`` if gated) to ``[..., h]``."""
 
     function: Callable[[Tensor], Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the function of this class."""
+        """Apply the activation function of this class."""
         return type(self).function(input)
 
 
@@ -37,25 +37,25 @@ class GELU(_Activation):
 
 
 class GEGLU(_Activation):
-    """``gelu(a) * b``, with GELU in its tanh form."""
+    """Gated activation ``gelu(a) * b``, with GELU in its tanh form."""
 
     function = staticmethod(activation.geglu)
 
 
 class SwiGLU(_Activation):
-    """``silu(a) * b``."""
+    """Gated activation ``silu(a) * b``."""
 
     function = staticmethod(activation.swiglu)
 
 
 class SiLU(_Activation):
-    """``silu(a)``."""
+    """Activation function ``silu(a)``."""
 
     function = staticmethod(F.silu)
 
 
 class ReLU(_Activation):
-    """``relu(a)``."""
+    """Activation function ``relu(a)``."""
 
     function = staticmethod(F.relu)
 
@@ -66,7 +66,7 @@ def _reglu(input: Tensor) -> Tensor:
 
 
 class ReGLU(_Activation):
-    """``relu(a) * b``."""
+    """Gated activation ``relu(a) * b``."""
 
     function = staticmethod(_reglu)
 

@@ -1,4 +1,4 @@
-"""Compute the matmul of a linear layer with the communication of its parallel mode."""
+"""Compute the matmul of a linear layer together with the communication of its parallel mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 def column(
     input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
 ) -> Tensor:
-    """Multiply ``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``) by a weight ``[o / tp, i]``.
+    """Compute a column-parallel matmul of ``[s, b, i]`` (``[s / tp, b, i]`` with ``sequence``) and a weight
+    ``[o / tp, i]``.
 
     Args:
         bias: ``[o / tp]``, which is added, or None.
@@ -30,7 +31,7 @@ def column(
 def row(
     input: Tensor, weight: Tensor, bias: Tensor | None, *, group: Any, size: int, sequence: bool, fused: bool
 ) -> Tensor:
-    """Multiply ``[s, b, i / tp]`` by a weight ``[o, i / tp]``.
+    """Compute a row-parallel matmul of ``[s, b, i / tp]`` and a weight ``[o, i / tp]``.
 
     Return ``[s, b, o]``.
 
@@ -49,7 +50,7 @@ def row(
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
-    """Gather ``[s / tp, b, h]`` from each rank into ``[s, b, h]``."""
+    """Gather the parts ``[s / tp, b, h]`` of all ranks into ``[s, b, h]``."""
     from megatron.core.tensor_parallel import mappings
 
     return mappings.gather_from_sequence_parallel_region(part, True, group=group)
@@ -83,7 +84,7 @@ def _product(
 
 
 def _known(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Return the options that the function accepts.
+    """Return the given options that a function accepts.
 
     Functions of 0.12 support only one tensor-parallel group.
     """

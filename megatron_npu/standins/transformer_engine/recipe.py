@@ -1,4 +1,4 @@
-"""Stub for ``transformer_engine.common.recipe``, in which all fp8 and fp4 recipes are rejected."""
+"""Stub for ``transformer_engine.common.recipe``, which rejects all fp8 and fp4 recipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(asked: str) -> NoReturn:
-    """Raise an error that this precision is not supported, with the reason.
+    """Raise an error that states why a low precision is not supported.
 
     Raises:
         UsageError: always.
@@ -22,7 +22,7 @@ def refuse(asked: str) -> NoReturn:
 
 
 class Format(enum.Enum):
-    """The names of the fp8 formats, for configurations that contain one."""
+    """The names of the fp8 formats, for configurations that contain one of them."""
 
     E4M3 = "e4m3"
     E5M2 = "e5m2"
@@ -30,7 +30,7 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """A recipe, which cannot be instantiated.
+    """Base class of the recipes, which cannot be instantiated.
 
     Raises:
         UsageError: always.
@@ -41,20 +41,20 @@ class Recipe:
 
 
 class DelayedScaling(Recipe):
-    """A recipe for fp8 with scales from earlier steps."""
+    """The recipe for fp8 with scales from earlier steps."""
 
 
 class Float8CurrentScaling(Recipe):
-    """A recipe for fp8 with one scale per tensor."""
+    """The recipe for fp8 with one scale per tensor."""
 
 
 class Float8BlockScaling(Recipe):
-    """A recipe for fp8 with one scale per block."""
+    """The recipe for fp8 with one scale per block."""
 
 
 class MXFP8BlockScaling(Recipe):
-    """A recipe for fp8 in the format of the Open Compute Project."""
+    """The recipe for fp8 in the format of the Open Compute Project."""
 
 
 class NVFP4BlockScaling(Recipe):
-    """A recipe for fp4."""
+    """The recipe for fp4."""

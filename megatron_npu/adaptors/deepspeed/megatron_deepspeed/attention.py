@@ -1,4 +1,4 @@
-"""Patch ``ParallelAttention`` of ``megatron.model.transformer``: fused attention, and softmax for alibi."""
+"""Patch ``ParallelAttention`` of ``megatron.model.transformer``, and the softmax that it uses with ALiBi."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forward(
     encoder_output: Tensor | None = None,
     alibi: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and a bias ``[h]``.
+    """Compute the attention layer: map ``[sq, b, h]`` to ``[sq, b, h]`` and return it with a bias ``[h]``.
 
     With ``get_key_value``, the key-value cache is returned too.
 
@@ -81,7 +81,7 @@ def forward(
 
 
 def _masks_of_this_rank(dropout_p: float) -> AbstractContextManager[Any]:
-    """Return a context in which each rank draws its own dropout masks.
+    """Return a context in which each rank draws its own dropout masks for attention.
 
     Attention heads are split over the ranks.
     """
@@ -100,14 +100,14 @@ def _refuse_window(flags: AttentionFlags) -> None:
 
 
 def _behind_cache(past: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values with the cached keys and values prepended."""
+    """Prepend the cached keys and values to the new keys and values, and return both."""
     if past is None:
         return key, value
     return cat([past[0].type_as(key), key]), cat([past[1].type_as(value), value])
 
 
 def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the part ``[.., sq, sk]`` of a mask for the given tokens.
+    """Return the part ``[.., sq, sk]`` of an attention mask that belongs to the given tokens.
 
     A curriculum may have shortened the sequence.
     """
@@ -115,7 +115,7 @@ def _mask_of(mask: Tensor | None, first: int, query: Tensor, key: Tensor) -> Ten
 
 
 def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value ``[s, b, n, d]``.
+    """Project the hidden states to query, key and value, each ``[s, b, n, d]``.
 
     For cross-attention, key and value come from ``encoded``.
     """
@@ -130,7 +130,7 @@ def _project(self: Any, hidden: Tensor, encoded: Tensor | None) -> tuple[Tensor,
 
 
 def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their positions.
+    """Apply rotary embedding to query and key, according to their positions.
 
     Upstream fails with a cache, because it calls numel on a tuple.
     """
@@ -148,7 +148,7 @@ def _turn(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     "a mask, as without --deepspeed",
 )
 def forward_softmax(self: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """Map scores ``[b, n, sq, sk]`` to probabilities of the same shape and dtype.
+    """Convert attention scores ``[b, n, sq, sk]`` to probabilities of the same shape and dtype.
 
     A causal mask that hides more than later keys (``--reset-attention-mask``) is applied. With cached keys,
     only the mask determines which keys a query attends to.

@@ -1,5 +1,5 @@
-"""Patch ``megatron.checkpointing``: load checkpoints safely and verify checksums, also with DeepSpeed's
-engine.
+"""Patch ``megatron.checkpointing`` to load checkpoints safely and verify checksums, with or without
+DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ connect_checkpoints(records, _enumerations)
 def refuse_in_one_line(
     original: Callable[..., float], self: Any, cls_value: float, sd_value: float, name: str
 ) -> float:
-    """Report a difference from the checkpoint's schedule as a short error with this upstream's older flag
-    names.
+    """Report a schedule that differs from the checkpoint's in a short error that uses this upstream's
+    flag names.
     """
     check = resumed_schedule.refuse_in_one_line
     return check(original, self, cls_value, sd_value, name, flags="lr-scheduler")

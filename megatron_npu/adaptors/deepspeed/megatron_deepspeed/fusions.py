@@ -1,4 +1,4 @@
-"""Replace element-wise functions that upstream compiles with TorchScript's fusers.
+"""Replace elementwise functions that upstream compiles with TorchScript's fusers.
 
 These fusers do not support NPUs.
 
@@ -21,13 +21,13 @@ fusions.connect_gelu(records)
 
 
 def liglu(input: Tensor) -> Tensor:
-    """Return ``a * b`` for ``input = [a, b]``, mapping ``[..., 2h]`` to ``[..., h]`` (Shazeer 2020)."""
+    """Return ``a * b``, ``[..., h]``, for an input ``[a, b]``, ``[..., 2h]`` (Shazeer 2020)."""
     value, gate = input.chunk(2, -1)
     return value * gate
 
 
 def geglu(input: Tensor) -> Tensor:
-    """Return ``a * gelu(b)`` with the exact gelu, for ``input = [a, b]``."""
+    """Return ``a * gelu(b)``, with the exact form of GELU, for ``input = [a, b]``."""
     value, gate = input.chunk(2, -1)
     return value * activation.gelu(gate)
 
@@ -58,7 +58,7 @@ constant(
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``[sq, b * n, d]`` and ``[sk, b * n, d]`` by the rows of the tables ``[s, 1, d]`` from
+    """Apply rotary embedding to ``[sq, b * n, d]`` and ``[sk, b * n, d]`` at the positions from
     ``offset`` on.
     """
     return _turn(q, cos, sin, offset), _turn(k, cos, sin, offset)

@@ -1,4 +1,4 @@
-"""Replace layer norm's CUDA extension, and make all ranks share the bias of row-parallel layers."""
+"""Replace the CUDA extension for layer norm, and give all ranks the same bias in row-parallel layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     ),
 )
 def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tensor) -> Any:
-    """Average the bias over the ranks before calling the layer.
+    """Average the layer's bias over the ranks, and then call the layer.
 
     Upstream averages it after the matmul.
     """
@@ -57,7 +57,9 @@ def forward_with_one_bias(original: Callable[..., Any], self: Any, input_: Tenso
 
 @torch.no_grad()
 def _average_over_tensor_parallel_ranks(*parameters: Tensor) -> None:
-    """Average the parameters over the ranks without ``ReduceOp.AVG``, which gloo lacks."""
+    """Average parameters over the tensor-parallel ranks without ``ReduceOp.AVG``, which gloo does not
+    support.
+    """
     from megatron import mpu
 
     group, size = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""Patch ``megatron.text_generation_utils`` so that padding tokens of the vocabulary are never sampled.
+"""Patch ``megatron.text_generation_utils`` so that padding entries of the vocabulary are never sampled.
 
 ``tools/generate_samples_gpt.py`` uses that module.
 """
@@ -19,7 +19,9 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed.decorators import around
     until="never: 8387ae17 is the last commit",
 )
 def forward_without_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set the logits ``[b, s, v]`` of vocabulary padding to -inf, where v is the padded vocabulary size."""
+    """Set the logits ``[b, s, v]`` of padding entries of the vocabulary to -inf; v is the padded
+    vocabulary size.
+    """
     from megatron import get_tokenizer, mpu
 
     result = original(*args, **kwargs)

@@ -10,7 +10,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Reject unsupported options.
+    """Reject options that DeepSpeed or this checkout does not support.
 
     Raises:
         UsageError: ``--cpu-optimizer`` or ``--universal-checkpoint`` is given, or ``--deepspeed`` is given

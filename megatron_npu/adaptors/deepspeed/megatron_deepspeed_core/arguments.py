@@ -1,4 +1,6 @@
-"""Patch ``megatron.arguments`` to add arguments that the pretraining scripts read but upstream omits."""
+"""Patch ``megatron.arguments`` to add arguments that the pretraining scripts read but upstream does not
+set.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core.decorators import U
     until=UNTIL,
 )
 def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Set ``deepspeed_config_dict`` to None, its value without ``--deepspeed``."""
+    """Set the argument ``deepspeed_config_dict`` to None, which is its value without ``--deepspeed``."""
     parsed: argparse.Namespace = original(*args, **kwargs)
     parsed.deepspeed_config_dict = None
     return parsed
@@ -30,7 +32,7 @@ def without_configuration(original: Callable[..., Any], *args: Any, **kwargs: An
     until=UNTIL,
 )
 def with_layers_of_the_decoder(original: Callable[..., Any], *args: Any, **kwargs: Any) -> argparse.Namespace:
-    """Use the number of encoder layers as the default number of decoder layers."""
+    """Set the number of decoder layers to the number of encoder layers if it is not given."""
     validated: argparse.Namespace = original(*args, **kwargs)
     if validated.decoder_num_layers is None:
         validated.decoder_num_layers = validated.encoder_num_layers

@@ -1,4 +1,4 @@
-"""Patch the core attention of all models of this checkout, its flags, and the unfused softmax."""
+"""Patch the core attention of all models of this checkout, its flags, and its unfused softmax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def recompute(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Recompute attention with ``core_attention.recomputed`` under this upstream's parameter names."""
+    """Recompute attention with ``core_attention.recomputed``, passing arguments under this upstream's
+    names.
+    """
     return core_attention.recomputed(original, self, query_layer, key_layer, value_layer, *args, **kwargs)
 
 
@@ -46,7 +48,7 @@ _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "us
     "anyway",
 )
 def initialise_fused(original: Callable[..., None], self: Any, *positional: Any, **keywords: Any) -> None:
-    """Build the layer without upstream's flash-attention path, because CoreAttention is already fused."""
+    """Build the layer without upstream's flash-attention code, because CoreAttention is already fused."""
     with core_attention.without_flash(*_FLASH):
         original(self, *positional, **keywords)
     if self.enable_ds_sequence_parallel:
@@ -69,7 +71,9 @@ def forward(
     inference_params: Any = None,
     rotary_pos_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Map ``[sq, b, h]`` to ``[sq, b, h]`` and the bias ``[h]``, using the correct rotary tables."""
+    """Compute the attention layer with the correct rotary tables: map ``[sq, b, h]`` to ``[sq, b, h]``
+    and the bias ``[h]``.
+    """
     tables = side_by_side(rotary_pos_emb)
     if self.enable_ds_sequence_parallel:
         self.dist_attn.rotary_tables = tables

@@ -1,4 +1,4 @@
-"""Patch ``megatron.checkpointing`` to load checkpoints safely, also with DeepSpeed's engine."""
+"""Patch ``megatron.checkpointing`` to load checkpoints safely, with or without DeepSpeed's engine."""
 
 from __future__ import annotations
 

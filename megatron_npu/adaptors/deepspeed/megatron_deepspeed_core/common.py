@@ -1,4 +1,6 @@
-"""Record the patches that this upstream shares with others, from ``shared`` and ``deepspeed``."""
+"""Record the patches that this upstream has in common with others, which ``shared`` and ``deepspeed``
+define.
+"""
 
 from __future__ import annotations
 

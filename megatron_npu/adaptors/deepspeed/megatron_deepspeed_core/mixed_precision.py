@@ -1,4 +1,6 @@
-"""Support 16-bit training without DeepSpeed's engine: dtype names, and overflow flags of older NPUs."""
+"""Support 16-bit training without DeepSpeed's engine: convert dtype names, and clear the overflow flag of
+older NPUs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ for _name in mixed_precision.SCHEDULES:
     ),
 )
 def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Report DeepSpeed's device name as cuda while parameters are sorted by their tensor type."""
+    """Report DeepSpeed's device name as cuda while upstream sorts parameters by their tensor type."""
     from megatron.optimizer import optimizer
 
     real = optimizer.get_accelerator
@@ -49,7 +51,7 @@ def compare_with_cuda(original: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 class _NamedCuda:
-    """View of DeepSpeed's accelerator whose device name is ``cuda``."""
+    """View of DeepSpeed's accelerator object that reports the device name ``cuda``."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

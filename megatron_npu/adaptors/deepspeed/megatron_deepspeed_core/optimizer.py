@@ -1,4 +1,4 @@
-"""Patch ``megatron.optimizer`` to use the same Adam and the same clipping with and without CUDA."""
+"""Patch ``megatron.optimizer`` so that Adam and gradient clipping are the same with and without CUDA."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def group_by_whole_shapes(
 
 
 def does_without_decay(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter has no weight decay.
+    """Return True if weight decay is not applied to a parameter.
 
     The rule uses the unsharded shape, which DeepSpeed stores as ``ds_shape``.
     """

@@ -1,4 +1,4 @@
-"""Use the device's random generator for the RNG tracker, and the host's generator for initial weights."""
+"""Use the device's random generator in the RNG tracker, and the host's generator for initial weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
     order=1,
 )
 def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the model with the same initial weights as a model on the host."""
+    """Build the model with the initial weights that a model on the host would have."""
     from megatron import get_args
 
     given = get_args()
@@ -37,7 +37,9 @@ def draw_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class HostDraws(TorchDispatchMode):
-    """Fill tensors with fp32 random values from the host's generator, whatever their device and dtype."""
+    """Fill tensors with fp32 random values from the host's generator, regardless of their device and
+    dtype.
+    """
 
     def __torch_dispatch__(
         self,
@@ -46,7 +48,7 @@ class HostDraws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``.
+        """Run the torch function ``func``, drawing random values from the host's generator.
 
         If it draws random values, draw them on the host and copy them to the device.
         """

@@ -27,17 +27,19 @@ _MODULE = "megatron.model.rotary_pos_embedding"
     ),
 )
 def both_tables(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """Return cosines and sines as one tensor ``[2, s, 1, 1, r]``, which callers can unpack into two."""
+    """Return the cosines and sines as one tensor ``[2, s, 1, 1, r]``, which callers unpack into two
+    tables.
+    """
     return torch.stack(original(*args, **kwargs))
 
 
 def side_by_side(tables: Any) -> Tensor | None:
-    """Join a layer's two tables into one, ``[s, 1, 1, 2 r]``, whose rows can be selected by position."""
+    """Concatenate a layer's two tables into one, ``[s, 1, 1, 2 r]``, whose rows are selected by position."""
     return None if tables is None else torch.cat([*tables], -1)
 
 
 def turn(t: Tensor, tables: Tensor) -> Tensor:
-    """Rotate ``[s, b, n, d]`` by the tables from ``side_by_side``.
+    """Apply rotary embedding to ``[s, b, n, d]`` with the table from ``side_by_side``.
 
     The tables may have more than s rows.
     """
@@ -53,5 +55,5 @@ def turn(t: Tensor, tables: Tensor) -> Tensor:
     ),
 )
 def apply_rotary_pos_emb(original: Callable[..., Tensor], t: Tensor, freqs: Tensor) -> Tensor:
-    """Rotate ``t`` by the joined tables in ``freqs``."""
+    """Apply rotary embedding to ``t`` with the concatenated tables in ``freqs``."""
     return turn(t, freqs)

@@ -17,7 +17,7 @@ _BATCH_DIMENSION = 1  # of [s, b, n, d]
 
 
 def give_mask(exchange: Any) -> None:
-    """Make a ``DistributedAttention`` accept upstream's call without flash attention.
+    """Make ``DistributedAttention`` accept the mask that upstream passes without flash attention.
 
     Upstream passes the mask where DeepSpeed 0.19.8 expects the index of the batch dimension, passes no
     positions, and has already merged the heads that DeepSpeed distributes again.
@@ -44,7 +44,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
 ) -> Tensor:
-    """Map this rank's tokens ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``.
+    """Compute attention over this rank's tokens: map ``[s/p, b, n, d]`` to ``[s/p, b, n * d]``.
 
     The mask covers the tokens of all ranks.
     """

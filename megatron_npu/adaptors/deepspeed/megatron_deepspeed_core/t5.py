@@ -1,4 +1,4 @@
-"""Fix the T5 model in ``megatron.model.t5_model``, which calls functions that have changed in upstream.
+"""Fix the T5 model in ``megatron.model.t5_model``, whose calls no longer match upstream's functions.
 
 ``--decoder-num-layers`` has no default (see ``arguments.py``), the cross-attention mask is passed in place of
 a retriever's ids, and the expert losses are returned even if they were not requested.
@@ -26,7 +26,7 @@ _MASK = 6  # the position of encoder_decoder_attn_mask, as T5Model passes it
 def with_mask_of_cross_attention(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
-    """Pass the cross-attention mask ``[b, 1, sd, se]`` by name."""
+    """Pass the cross-attention mask ``[b, 1, sd, se]`` as a keyword argument."""
     if self.add_decoder and len(args) > _MASK and not self.add_retriever:
         kwargs["enc_dec_attn_mask"], args = args[_MASK], args[:_MASK]
     outputs: tuple[Any, ...] = original(self, *args, **kwargs)
@@ -40,7 +40,7 @@ def with_mask_of_cross_attention(
     until=UNTIL,
 )
 def without_losses_of_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return only the losses ``[b, s]`` unless the caller requests the expert losses."""
+    """Return the losses ``[b, s]``, and the expert losses only if the caller requests them."""
     output = original(self, *args, **kwargs)
     losses = isinstance(output, tuple) and self.post_process and self.add_decoder
     if losses and not self.return_moe_loss:

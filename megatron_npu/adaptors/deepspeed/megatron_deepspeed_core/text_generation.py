@@ -1,4 +1,4 @@
-"""Fix ``tools/generate_samples_gpt.py``, which calls a model whose interface has changed in upstream.
+"""Fix ``tools/generate_samples_gpt.py``, whose calls no longer match the interface of upstream's model.
 
 The script declares a flag that the tree now declares itself, and passes keys and values between steps in the
 form that bigscience's model expects (``layer_past``). The GPT of this checkout otherwise keeps them in
@@ -31,7 +31,7 @@ _TWICE = "--local_rank"  # of the checkout, and of the tool
 def with_flag_of_the_tool(
     original: Callable[..., argparse.Namespace], extra_args_provider: Any = None, *args: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Allow a script to declare a flag again.
+    """Allow the script to declare a flag that is already declared.
 
     The script's declaration takes precedence.
     """
@@ -55,12 +55,14 @@ def with_flag_of_the_tool(
     until=UNTIL,
 )
 def forward_step(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Adapt the model's key-value cache interface to upstream's step."""
+    """Run one generation step, adapting upstream's call to the interface of the model's key-value cache."""
     return original(_Remembering(model), *args, **kwargs)
 
 
 class _Remembering:
-    """Wrapper that makes a model of this checkout callable by ``megatron.text_generation_utils``."""
+    """Wrapper with a key-value cache through which ``megatron.text_generation_utils`` can call a model of
+    this checkout.
+    """
 
     def __init__(self, model: Any) -> None:
         from megatron import text_generation_utils as tool
@@ -80,7 +82,7 @@ class _Remembering:
         get_key_value: bool | None,
         forward_method_parallel_output: bool | None,
     ) -> Any:
-        """Return the output ``[b, s, v]``.
+        """Run the model on the given tokens, and return the output ``[b, s, v]``.
 
         With ``get_key_value``, the cache of all tokens so far is returned too.
 
@@ -110,14 +112,14 @@ class _Remembering:
 
 
 def _memory(batch: int, length: int) -> Any:
-    """Return an empty key-value cache with a tensor ``[length, batch, n, d]`` for each layer."""
+    """Return an empty key-value cache, with a tensor ``[length, batch, n, d]`` for each layer."""
     from megatron.text_generation.forward_step import InferenceParams
 
     return InferenceParams(batch, length)
 
 
 def _forbid_padding(output: Tensor) -> None:
-    """Set the last stage's logits ``[b, s, v]`` of vocabulary padding to minus infinity."""
+    """Set the last stage's logits ``[b, s, v]`` of padding entries of the vocabulary to -inf."""
     from megatron import get_tokenizer
     from megatron.core import mpu
 

@@ -1,4 +1,4 @@
-"""Add the metadata that DeepSpeed's ``ds_to_universal`` requires to checkpoints of GPT models.
+"""Add the metadata that DeepSpeed's ``ds_to_universal`` requires to the checkpoints of GPT models.
 
 The model is that of ``megatron.model.gpt_model``.
 """
@@ -25,7 +25,9 @@ _PROJECTION = r"\d+.self_attention.query_key_value."
     until=UNTIL,
 )
 def with_parts_of_the_projection(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
-    """Declare the three parts ``[n d, h]`` of the fused QKV weight, and the three parts of the QKV bias."""
+    """Declare that the fused QKV weight consists of three parts ``[n d, h]``, and the QKV bias of three
+    parts.
+    """
     info = original(self)
     given = self.args
     if given.num_key_value_heads != given.num_attention_heads:

@@ -17,7 +17,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Reject unsupported options.
+    """Reject options that DeepSpeed or this checkout does not support.
 
     Raises:
         UsageError: ``--ds-sequence-parallel-fpdt`` is given; ``--ds-sequence-parallel-size`` is given where
@@ -45,7 +45,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
-    """Reject sequence-parallel runs in which upstream fails or in which a sequence's ranks train
+    """Reject sequence-parallel runs that would fail, or in which the ranks of a sequence would train
     independently.
     """
     given = f"--ds-sequence-parallel-size {args.ds_sequence_parallel_size}"
@@ -72,7 +72,7 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
 
 
 def _refuse_rotary(args: argparse.Namespace) -> None:
-    """Reject rotary options with which upstream fails, ignores positions or trains with wrong angles."""
+    """Reject rotary options with which upstream fails, ignores positions, or trains with wrong angles."""
     ranks = args.ds_sequence_parallel_size > 1
     if ranks or (args.deepspeed and not args.no_pipeline_parallel):
         raise UsageError(

@@ -15,7 +15,7 @@ from megatron_npu.ops.caching import cache_on_object, cache_on_tensor
 
 
 def visible(call: CoreAttentionCall, mask: Tensor | None, batch: int) -> dict[str, Any]:
-    """Return the arguments of ``ops.attention`` that define the visible keys, except the window.
+    """Return the arguments of ``ops.attention`` that define which keys are visible, except for the window.
 
     Upstream uses only ``config.window_size`` if it is set, otherwise only the mask, otherwise the causal
     triangle. The last query is aligned with the last key, which matters only if there are more keys than
@@ -53,7 +53,7 @@ def rows_are_causal(mask: Tensor, starts: Sequence[int]) -> bool:
 
 
 def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedSequences:
-    """Return the sequence lengths in host memory.
+    """Return the lengths of packed sequences in host memory.
 
     The lengths are read once per batch, and all layers share them.
 
@@ -77,7 +77,7 @@ def packed_sequences(packed_seq_params: Any, queries: int, keys: int) -> PackedS
 
 
 def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
-    """Return the sequence-boundary tensors on which cached values depend."""
+    """Return the tensors with the sequence boundaries, from which cached values are computed."""
     return (
         packed_seq_params.cu_seqlens_q,
         packed_seq_params.cu_seqlens_kv,
@@ -87,7 +87,7 @@ def cu_seqlens(packed_seq_params: Any) -> tuple[Tensor | None, ...]:
 
 
 def _lengths(ends: Tensor, padded_ends: Tensor | None, tokens: int) -> list[int]:
-    """Return the length of each sequence and of the padding that follows it, up to the last token."""
+    """Return the length of each sequence, and the length of the padding that follows it."""
     bounds = ends.tolist()
     starts = bounds if padded_ends is None else padded_ends.tolist()
     lengths = []

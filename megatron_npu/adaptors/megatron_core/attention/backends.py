@@ -1,4 +1,4 @@
-"""Select the attention implementation from the switches of TransformerEngine and of the dynamic engine.
+"""Select the attention implementation from the settings of TransformerEngine and of the dynamic engine.
 
 Patches ``models.common.language_module.language_module`` and ``transformer.attention``.
 """
@@ -29,7 +29,7 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     ),
 )
 def leave_switches_alone(original: Callable[[Any], None], self: Any) -> None:
-    """Log the attention variables that are set, without checking or exporting them.
+    """Log which attention environment variables are set, without checking or exporting them.
 
     Only TransformerEngine reads them.
     """
@@ -60,7 +60,7 @@ def _say(given: str) -> None:
     why="only flash-attn can read the dynamic engine's cache; if it is not installed, 0.12 calls None",
 )
 def refuse_dynamic_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise an error that names the dynamic engine's unmet requirements and the alternatives.
+    """Raise an error that lists the unmet requirements of the dynamic engine, and the alternatives to it.
 
     In 0.16, the static engine tries the dynamic engine first and falls back to its own code if that fails.
 

@@ -1,4 +1,4 @@
-"""Define the non-tensor arguments of a forward call of core attention."""
+"""Define the arguments, other than tensors, of a forward call of core attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class CoreAttentionCall:
     sink: Tensor | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **visible: Any) -> Tensor:
-        """Map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` to ``[sq, b, n * d]``.
+        """Compute attention: map queries ``[sq, b, n, d]`` and keys and values ``[sk, b, g, d]`` to ``[sq, b,
+        n * d]``.
 
         Args:
             visible: the arguments of ``ops.attention``, except the window, that define which keys a query
@@ -41,7 +42,8 @@ class CoreAttentionCall:
         return core_attention.attend(query, key, value, **self._arguments(), **visible).flatten(2)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Map ``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n * d]`` for packed sequences (thd).
+        """Compute attention over packed sequences (thd): map ``[tq, n, d]`` and ``[tk, g, d]`` to ``[tq, n *
+        d]``.
 
         The last query of a sequence is aligned with its last key.
         """

@@ -51,7 +51,7 @@ from megatron_npu.ops.dispatch import report_fallback
 
 
 def group_of(module: Any, packed_seq_params: Any) -> dist.ProcessGroup | None:
-    """Return the group whose ranks share the sequences of a batch.
+    """Return the context-parallel group, whose ranks share the sequences of a batch.
 
     Return None if this rank has whole sequences.
 
@@ -76,7 +76,7 @@ def _group_of_layer(module: Any) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def draws_of_rank(dropout_p: float, group: dist.ProcessGroup) -> Iterator[None]:
-    """Use different attention dropout masks on the ranks of a sequence, although their RNG states are equal.
+    """Give the ranks of a sequence different attention dropout masks, although their random states are equal.
 
     The state and the rank determine the masks, so that a recomputed layer drops the same values again.
     Afterwards, the state is the same on all ranks again, and has advanced.
@@ -127,7 +127,7 @@ def attend(
 def _causal_or_masked(
     call: CoreAttentionCall, group: dist.ProcessGroup, mask: Tensor | None, tokens: int
 ) -> tuple[bool, Tensor | None]:
-    """Return whether the call is causal, and the mask if it hides more than future keys."""
+    """Return whether the attention is causal, and the mask if it does more than hide future keys."""
     if call.options.window_alone:
         return False, None
     if mask is not None and rows_are_causal(mask, chunk_starts(tokens, group)):
@@ -160,7 +160,7 @@ def _report_no_ring(call: CoreAttentionCall, reason: str) -> None:
 def _ring(
     call: CoreAttentionCall, group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Compute ring attention over the keys of all other ranks, or with ``a2a+p2p`` only of the far ranks.
+    """Compute ring attention over the keys of all other ranks or, with ``a2a+p2p``, of the outer group.
 
     Near ranks have neighboring chunks. Once they have exchanged their tokens for heads, each of them has two
     larger chunks, one after the other, as if these ranks were a single rank.
@@ -213,7 +213,7 @@ def _all_gather(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Compute attention over the gathered keys of all ranks.
+    """Compute attention after gathering the keys of all ranks.
 
     A causal chunk uses the keys up to its own end, without a mask.
     """
@@ -236,7 +236,7 @@ def _a2a(
     value: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Compute some of the heads over the whole sequence, after an all-to-all."""
+    """Compute attention for some of the heads over the whole sequence, after an all-to-all."""
     if mask is not None and not call.options.window_alone:
         mask = cache_on_tensor(mask, "whole", partial(_whole_mask, mask, group))
     query, key, value = (to_sequence_order(a2a_gather_sequence(t, group)) for t in (query, key, value))
@@ -246,7 +246,7 @@ def _a2a(
 
 
 def _whole_mask(mask: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the masks ``[b, 1, s / cp, s]`` of all ranks' queries into ``[b, 1, s, s]``."""
+    """Gather the masks ``[b, 1, s / cp, s]`` for all ranks' queries into one mask ``[b, 1, s, s]``."""
     rows = mask.movedim(2, 0).to(torch.uint8)  # gloo has no bool
     return to_sequence_order(all_gather(rows, group)).movedim(0, 2).bool().contiguous()
 
@@ -295,7 +295,7 @@ def _packed_ring(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Compute ring attention for packed sequences, mapping ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
+    """Compute ring attention over packed sequences: map ``[t / cp, n, d]`` to ``[t / cp, n * d]``."""
     documents = _documents_of_batch(packed_seq_params, key.size(0), group.size())
     options = _ring_options(call)
     tensors = [query, key, value]
@@ -315,7 +315,7 @@ def _packed_ring(
 
 
 def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple[Document, ...]:
-    """Return a batch's packed sequences in the form for a ring of ``size`` ranks.
+    """Return a batch's packed sequences in the form that a ring of ``size`` ranks requires.
 
     These sequences are computed once per batch.
     """
@@ -333,7 +333,7 @@ def _documents_of_batch(packed_seq_params: Any, tokens: int, size: int) -> tuple
 def _orders_of_near(
     documents: tuple[Document, ...], near: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort the tokens of near ranks by position, and the inverse indices.
+    """Return the indices that sort the tokens of the inner group by position, and the inverse order.
 
     Args:
         documents: the packed sequences that the near ranks hold together.
@@ -355,7 +355,7 @@ def _attend_packed(
     value: Tensor,
     packed_seq_params: Any,
 ) -> Tensor:
-    """Compute attention with gathered keys and values, or after exchanging tokens for heads."""
+    """Compute attention over packed sequences with gathered keys, or after exchanging tokens for heads."""
     sharding = sharding_of_batch(packed_seq_params, key.size(0), call.causal, group, key.device)
     if call.options.cp_comm_type == "a2a":
         tokens = sharding.sequence_order.numel()
@@ -380,7 +380,7 @@ def _attend_packed(
 def sharding_of_batch(
     packed_seq_params: Any, tokens: int, causal: bool, group: dist.ProcessGroup, device: torch.device
 ) -> PackedSharding:
-    """Return the partition of a batch of packed sequences, which is computed once for all layers.
+    """Return the partition of a batch's packed sequences, which is computed once for all layers.
 
     Args:
         packed_seq_params: upstream's PackedSeqParams, of which the key's boundaries are read.

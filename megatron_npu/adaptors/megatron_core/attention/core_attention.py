@@ -1,4 +1,6 @@
-"""Patch ``megatron.core.transformer.dot_product_attention``, the core attention of every local spec."""
+"""Patch ``megatron.core.transformer.dot_product_attention``, which every local layer spec uses as core
+attention.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def accept_what_forward_has(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Hide options that only our ``forward`` supports from upstream's constructor.
+    """Hide from upstream's constructor the options that only our ``forward`` method supports.
 
     Unsupported options are rejected.
     """
@@ -62,7 +64,7 @@ def accept_what_forward_has(
 
 @contextlib.contextmanager
 def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the configuration within the block, and restore them afterwards."""
+    """Set attributes of the configuration inside the ``with`` block, and restore them afterwards."""
     before = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:
@@ -72,7 +74,7 @@ def _instead(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _window_is_ours(config: Any) -> bool:
-    """Return True if only our attention can apply the window, because upstream has no windows before 0.15."""
+    """Return True if upstream, which supports windows only since 0.15, is unable to apply the window."""
     return not hasattr(config, "window_attn_skip_freq") and not _unfused_asked_for(config)
 
 
@@ -87,7 +89,7 @@ def _window_is_ours(config: Any) -> bool:
     "never initialized",
 )
 def mend_offset(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialize the softmax offset as a tensor-parallel parameter.
+    """Initialize the offset of the softmax as a tensor-parallel parameter.
 
     Each rank has the offsets of its heads.
     """
@@ -188,7 +190,7 @@ def _is_packed(packed_seq_params: Any) -> bool:
 
 
 def _is_whole(packed_seq_params: Any) -> bool:
-    """Return True if the packed-sequence parameters only name the ranks that share one sequence.
+    """Return True if the packed-sequence parameters only specify which ranks share one sequence.
 
     ``--hybrid-context-parallel`` creates such parameters.
     """
@@ -218,7 +220,9 @@ def _call(self: Any, attn_mask_type: Any, query: Tensor) -> CoreAttentionCall:
 
 
 def _sink(self: Any, query: Tensor) -> Tensor | None:
-    """Return the offset ``[n]`` of ``--softmax-type off-by-one|learnable`` (since 0.15)."""
+    """Return the softmax offset ``[n]`` that ``--softmax-type off-by-one`` or ``learnable`` requests
+    (since 0.15).
+    """
     offset: Tensor | None = getattr(self, "softmax_offset", None)
     if offset is not None and offset.device != query.device:
         offset = self.softmax_offset = offset.to(query.device)  # the zeros of 0.15 are made on the host

@@ -18,14 +18,14 @@ from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, around
 
 
 class _SharedByAllHeads(torch.autograd.Function):
-    """Keys of a rank's heads whose last columns are the same in all heads on all ranks.
+    """The keys of a rank's attention heads, whose last columns are the same for all heads on all ranks.
 
     The backward pass returns gradients of these columns whose sum over the rank's heads is that of all ranks.
     """
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
-        """Return a view of ``key`` ``[..., heads, d]``."""
+        """Return a view of ``key``, ``[..., heads, d]``."""
         ctx.columns, ctx.group = columns, group
         return key.view_as(key)
 
@@ -47,7 +47,9 @@ class _SharedByAllHeads(torch.autograd.Function):
 def sum_gradients_of_the_shared_key(
     original: Callable[..., tuple[Tensor, ...]], self: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """Return queries, keys and values like upstream's function, with the keys as ``[..., heads, d]``."""
+    """Call upstream's function, and return its queries, keys and values, with the keys as ``[..., heads,
+    d]``.
+    """
     from megatron.core import parallel_state
 
     query, key, *rest = original(self, *args, **kwargs)
@@ -83,7 +85,9 @@ _around_reduction = partial(
 def leave_norms_of_latents(
     original: Callable[..., None], model: list[torch.nn.Module], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hide ``qk_layernorm`` from upstream, which would assume that it normalizes single heads."""
+    """Hide ``qk_layernorm`` from upstream, which would otherwise assume that the norms of latents process
+    single heads.
+    """
     if getattr(config, "multi_latent_attention", False) and not config.sequence_parallel:
         config = copy.copy(config)
         config.qk_layernorm = False

@@ -1,4 +1,6 @@
-"""Define options that are fixed when a core attention layer is built, such as the window and the layout."""
+"""Define the options that are fixed when a core attention layer is built, such as the window and the
+layout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class LayerOptions:
 
     @property
     def window(self) -> Window:
-        """The window of a query: the number of keys before and after its position.
+        """The attention window: how many keys before and after its own position a query attends to.
 
         None means no limit.
         """
@@ -91,7 +93,7 @@ def flags_of(config: Any) -> AttentionFlags:
 
 
 def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
-    """Return the method by which ranks share a layer's keys and values.
+    """Return how the ranks of a context-parallel group share a layer's keys and values.
 
     Return None if the sequence is not partitioned.
 
@@ -124,7 +126,7 @@ def comm_type(config: Any, cp_comm_type: str | None) -> CommType | None:
 
 
 def _near_ranks(config: Any) -> int:
-    """Return the number of ranks in each group that exchanges heads."""
+    """Return the number of ranks in each group whose members exchange heads."""
     sizes: Sequence[int] = getattr(config, "hierarchical_context_parallel_sizes", None) or ()
     if len(sizes) != 2 or sizes[0] * sizes[1] != config.context_parallel_size:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.models.common.embeddings.rope_utils``: fused and unfused rotary embedding."""
+"""Patch ``megatron.core.models.common.embeddings.rope_utils`` for fused and unfused rotary embedding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def apply_rotary_either_way(
     mla_output_remove_interleaving: bool = False,
     multi_latent_attention: bool | None = None,
 ) -> Tensor:
-    """Apply or invert rotary embedding, like ``_apply_rotary_pos_emb_bshd`` since 0.20.
+    """Apply rotary embedding or its inverse, like ``_apply_rotary_pos_emb_bshd`` since 0.20.
 
     Args:
         t: ``[s, b, n, d]``, or ``[s, b, d]``.
@@ -84,7 +84,7 @@ def _apply_rotary_pos_emb_bshd(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
-    """Rotate ``[s, b, n, d]`` by the angles ``[s, 1, 1, r]``."""
+    """Apply rotary embedding to ``[s, b, n, d]`` with the angles ``[s, 1, 1, r]``."""
     if multi_latent_attention:  # its pairs lie side by side, and are wanted apart
         size = freqs.shape[-1]
         t = torch.cat((t[..., 0:size:2], t[..., 1:size:2], t[..., size:]), -1)
@@ -94,7 +94,7 @@ def _apply_rotary_pos_emb_bshd(
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
-    """Replace TransformerEngine's function for ``--apply-rope-fusion``.
+    """Apply rotary embedding in place of TransformerEngine's function, for ``--apply-rope-fusion``.
 
     The memory order of the result is ours.
     """
@@ -109,7 +109,7 @@ def fused_apply_rotary_pos_emb_thd(
     cp_rank: int = 0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Apply rotary embedding to packed sequences ``[t, n, d]`` with boundaries ``[b + 1]``, as
+    """Apply rotary embedding to packed sequences ``[t, n, d]`` with the boundaries ``[b + 1]``, as
     TransformerEngine does.
 
     Args:

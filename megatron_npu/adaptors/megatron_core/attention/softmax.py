@@ -20,7 +20,7 @@ _replace = partial(
 
 @_replace(f"{_SOFTMAX}.is_kernel_available")
 def is_kernel_available(self: Any, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-    """Return True if ``forward_fused_softmax`` and upstream's torch path give the same result for the
+    """Return True if our ``forward_fused_softmax`` gives the same result as upstream's torch code for the
     arguments.
     """
     if not self.scaled_masked_softmax_fusion or getattr(self, "window_size", None) is not None:

@@ -1,4 +1,4 @@
-"""Support ``--experimental-attention-variant dsa``, with attention to the selected keys in one call.
+"""Support ``--experimental-attention-variant dsa`` by attending to all selected keys in one call.
 
 Patches ``experimental_attention_variant.dsa`` and, since 0.19, ``dsa_masking``, where attention has a single
 latent key. Older versions, and newer versions without weight absorption, have a key for every head, which
@@ -55,7 +55,9 @@ def attend_to_chosen_keys(
     varlen_ends: Tensor | None = None,
     key_positions: Tensor | None = None,
 ) -> Tensor:
-    """Map queries ``[s, b, n, c + r]`` and the key ``[s, b, 1, c + r]`` to ``[s, b, n, c]``."""
+    """Attend to the selected keys: map queries ``[s, b, n, c + r]`` and the key ``[s, b, 1, c + r]`` to
+    ``[s, b, n, c]``.
+    """
     reason = beyond_npu(query, key, topk_indices, softmax_scale, v_channels)
     if mask is not None or not getattr(varlen_starts, _CAUSAL, False) or key.size(0) != query.size(0):
         reason = (
@@ -86,7 +88,7 @@ def attend_to_chosen_keys(
     "because users may expect it; upstream computes all scores of all heads in fp32 and masks them",
 )
 def report_keys_of_each_head(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Log once why attention also reads keys that were not selected."""
+    """Log once why the attention kernel also reads keys that were not selected."""
     dispatch.report_fallback(
         "sparse attention",
         "npu_sparse_flash_attention supports one latent key for all heads, whose first channels are the "

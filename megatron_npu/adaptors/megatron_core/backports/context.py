@@ -1,4 +1,5 @@
-"""Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all parts.
+"""Patch ``megatron.core.pipeline_parallel.schedules`` to average the loss over the tokens of all parts of a
+sequence.
 
 The parts are the tokens of all context-parallel ranks.
 """
@@ -46,7 +47,7 @@ def weigh_parts(
 
 
 def _weigh(loss_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``loss_func``, and scale its loss.
+    """Call ``loss_func``, and multiply the loss by the weight of this sequence part.
 
     Upstream divides the loss by the number of tokens in the part.
 

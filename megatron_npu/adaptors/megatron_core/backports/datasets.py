@@ -1,4 +1,6 @@
-"""Patch ``megatron.core.datasets``: a loss mask that samples share, and a misread ``--split``."""
+"""Patch ``megatron.core.datasets``, in which samples share a loss mask and ``--split`` is parsed
+incorrectly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from megatron_npu.base.errors import UsageError
 def give_out_copy_of_mask(
     original: Callable[..., dict[str, Tensor]], self: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Give each sample its own loss mask, and reset the cached mask to a mask without padding."""
+    """Give each sample its own copy of the loss mask, and reset the cached mask to a mask without padding."""
     sample = original(self, *args, **kwargs)
     if self.masks_and_position_ids_are_cacheable:  # every place counts then
         sample["loss_mask"] = sample["loss_mask"].clone()

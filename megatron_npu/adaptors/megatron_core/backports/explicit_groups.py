@@ -1,4 +1,4 @@
-"""Fix modules that use the global tensor-parallel group although they have an explicit group.
+"""Fix modules that use the global tensor-parallel group although they are given another group.
 
 Patches ``megatron.core.transformer``, ``models.gpt`` and ``models.multimodal``. If both are the same group,
 as in every stock script, nothing changes.
@@ -39,7 +39,9 @@ class _Instead:
 
 @contextlib.contextmanager
 def _with(module: str, name: str, **others: Any) -> Iterator[None]:
-    """Override ``others`` within the block, in the object to which ``name`` refers in ``module``."""
+    """Override the names in ``others``, inside the ``with`` block, in the object to which ``name`` refers
+    in ``module``.
+    """
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
     setattr(holder, name, _Instead(kept, **others))
@@ -60,7 +62,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
     "FP8 activations from the global group, that is, from other replicas",
 )
 def recompute_in_own_group(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Recompute activations in the layer's own group."""
+    """Recompute activations with the tensor-parallel group that the layer was given."""
     if self.tp_group is None:
         return original(self, *args, **kwargs)
     with _with(_MTP, "parallel_state", get_tensor_model_parallel_group=lambda *_, **__: self.tp_group):
@@ -121,7 +123,7 @@ _crossed = partial(
 def project_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the group to both projections.
+    """Pass the model's process group to the layers that project the inputs of a CrossAttention.
 
     Upstream passes it only to the third layer.
     """
@@ -134,7 +136,9 @@ def project_in_own_group(
 def specify_in_own_group(
     original: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass the group to both projections, which are given as specs or classes up to 0.15."""
+    """Pass the process group to the layers that project the inputs of a CrossAttention, which versions up
+    to 0.15 define as specs or classes.
+    """
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     def specified(layer: Any, **more: Any) -> Any:
@@ -147,7 +151,7 @@ def specify_in_own_group(
 
 
 def _in_group(submodules: Any, groups: Any, told: Callable[..., Any]) -> Any:
-    """Return the spec of a CrossAttention, changed to pass the group to its layers."""
+    """Return a copy of a CrossAttention spec that passes the process group to its layers."""
     if groups is None:
         return submodules
     layers = {name: told(getattr(submodules, name), tp_group=groups.tp) for name in ("linear_q", "linear_kv")}

@@ -1,4 +1,4 @@
-"""Patch ``megatron.training.checkpointing`` to fix layer names in checkpoints of Megatron's FSDP."""
+"""Patch ``megatron.training.checkpointing`` to fix layer names in the checkpoints of Megatron's FSDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(?P<block>(?:^|.*\.)(?:decoder|encoder)\.layers\.)(?P<numb
 def name_layers_globally(
     original: Callable[..., dict[str, Any]], args: Any, raw_state_dict: dict[str, Any], model: Any
 ) -> dict[str, Any]:
-    """Number the layers over the whole model instead of per stage.
+    """Number layers by their position in the whole model instead of in their pipeline stage.
 
     The first stage's numbers do not change.
 
@@ -38,7 +38,9 @@ def name_layers_globally(
 
 
 def _numbers(model: Any) -> dict[tuple[str, int], int]:
-    """Return each layer's index in the whole model, keyed by block and by number within this stage."""
+    """Return each layer's index in the whole model, keyed by block and by the layer's number in this
+    stage.
+    """
     numbers = {}
     for name, module in model.named_modules():
         found = _LAYER.fullmatch(name)

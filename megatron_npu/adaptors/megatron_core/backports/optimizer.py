@@ -1,4 +1,6 @@
-"""Fix learning rates that optimizers confuse when loading, and an extra step in Megatron's FSDP."""
+"""Fix learning rates that loading assigns to the wrong parameter groups, and an extra step in Megatron's
+FSDP.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def tell_groups_apart(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Compare learning rates too if parameter groups cannot be distinguished without them."""
+    """Also compare learning rates if parameter groups cannot be told apart otherwise."""
     with _more_keys(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     found_groups.forget_places(found)
@@ -42,7 +44,7 @@ def tell_groups_apart(
 
 @_groups(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Compare learning rates too, while loading, if parameter groups cannot be distinguished without them."""
+    """While loading, also compare learning rates if parameter groups cannot be told apart otherwise."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _more_keys(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -53,7 +55,8 @@ def load_groups_apart(original: Callable[..., Any], self: Any, state_dict: dict[
 
 @contextlib.contextmanager
 def _more_keys(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Make ``module`` also compare the groups' overrides within the block, if its own keys do not suffice.
+    """Make ``module`` also compare the overrides of parameter groups inside the ``with`` block, if needed to
+    match them.
 
     If they suffice, groups are matched by those keys alone, so that a run may continue with other learning
     rates.
@@ -88,7 +91,7 @@ def shard_without_a_step(
     *args: Any,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
-    """Shard the optimizer state without a step that changes the weights or is counted."""
+    """Shard the optimizer state without a step, which would change the weights and be counted."""
     names = ("lr", "weight_decay")
     kept = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     for group, values in zip(optimizer.param_groups, kept, strict=True):

@@ -1,4 +1,5 @@
-"""Fix reductions that upstream omits, repeats or starts too early, and a full row used as one rank's part.
+"""Fix reductions that upstream omits, repeats or starts too early, and a gathered row that is used as one
+rank's part.
 
 Patches ``megatron.core.tensor_parallel``, ``distributed``, ``models.common.language_module``, ``ssm`` and
 ``transformer.multi_token_prediction``.
@@ -25,7 +26,7 @@ from megatron_npu.adaptors.megatron_core.decorators import backport
     "reduced",
 )
 def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: Any, **named: Any) -> Tensor:
-    """Reduce a contiguous copy of the tensor and return it.
+    """Reduce a contiguous copy of the tensor over the ranks, and return the copy.
 
     The argument ``group`` exists since 0.13.
     """
@@ -41,7 +42,7 @@ def reduce_contiguous(original: Callable[..., Tensor], input_: Tensor, *group: A
     "full and they are summed",
 )
 def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Tensor) -> Tensor:
-    """Gather ``[s, b, h / ranks]`` into ``[s, b, h]``.
+    """Gather the ranks' parts ``[s, b, h / ranks]`` into ``[s, b, h]``.
 
     The backward pass returns this rank's slice of the gradient.
     """
@@ -61,7 +62,7 @@ def gather_what_all_ranks_use_alike(original: Callable[..., Tensor], input_: Ten
 def compute_loss_of_own_part(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Any
 ) -> Tensor:
-    """Pass only this rank's part of gathered logits to the loss.
+    """Pass only this rank's part of the gathered logits to the loss.
 
     The other parts have no gradient on this rank.
 
@@ -129,7 +130,7 @@ _norm = partial(
 
 @_norm("megatron.core.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate")
 def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return True if a parameter is not a duplicate.
+    """Return True if a parameter is not a duplicate of a parameter on another rank.
 
     An expert's parameter is checked with the expert-tensor-parallel rank.
     """
@@ -144,7 +145,7 @@ def is_no_duplicate(original: Callable[..., bool], param: Tensor, *args: Any, **
 def copy_whether_of_experts(
     original: Callable[..., None], destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Copy the ``allreduce`` mark of an expert parameter to the optimizer's copy of the parameter."""
+    """Copy the attribute ``allreduce`` of an expert's parameter to the optimizer's copy of that parameter."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce  # type: ignore[attr-defined]
@@ -166,7 +167,7 @@ _streams = partial(
 
 @_streams(f"{_GROUP}.start_grad_sync")
 def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the communication stream also wait for the current stream."""
+    """Make the communication stream also wait for the work on the current stream."""
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:
         self.communication_stream.wait_stream(torch.cuda.current_stream())
@@ -175,7 +176,7 @@ def wait_for_gradients(original: Callable[..., None], self: Any, *args: Any, **k
 
 @_streams(f"{_GROUP}.finish_grad_sync")
 def wait_for_reduction(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the current stream also wait for the communication stream."""
+    """Make the current stream also wait for the work on the communication stream."""
     original(self, *args, **kwargs)
     config = self.ddp_config
     if config.overlap_grad_reduce and config.num_distributed_optimizer_instances > 1:

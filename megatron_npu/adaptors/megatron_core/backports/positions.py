@@ -1,4 +1,4 @@
-"""Pass two rotary-position flags to models.
+"""Pass two rotary-position flags, which upstream's scripts ignore, to the models.
 
 Upstream's scripts read these flags but do not use them.
 """
@@ -30,7 +30,7 @@ _factors = partial(
 
 
 def hand_factors_on(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Pass the script's rotary factors to a model, unless the script itself has passed them."""
+    """Pass the rotary factors from the script's flags to a model, unless the script already passes them."""
     signature = inspect.signature(original)
     given = {**kwargs, **signature.bind_partial(self, *args).arguments}
     script = script_arguments()

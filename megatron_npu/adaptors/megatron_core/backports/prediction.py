@@ -1,4 +1,5 @@
-"""Patch ``megatron.core.transformer.multi_token_prediction`` to average over the tokens of a global batch.
+"""Patch ``megatron.core.transformer.multi_token_prediction`` to average losses over the tokens of a global
+batch.
 
 The loss of an additional token covers fewer tokens than the main loss: the last tokens of each sequence have
 no such successor, and the mask is shifted accordingly. A loss divided by the tokens of one micro-batch on one
@@ -32,8 +33,8 @@ _TOKENS, _TIMES = "megatron_npu_tokens", "megatron_npu_times"
 
 
 class Counts(NamedTuple):
-    """The number of tokens in a global batch that count for the main loss and for each additional token's
-    loss.
+    """Counts of the tokens in a global batch that contribute to the main loss and to the loss of each
+    additional token.
     """
 
     main: Tensor
@@ -41,7 +42,7 @@ class Counts(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The number of tokens in a mask, and the number reported to callers."""
+    """The number of tokens in a mask, and the number that is reported to callers."""
 
     own: Tensor
     told: Tensor
@@ -65,7 +66,8 @@ _weighed = functools.partial(
 
 @_weighed(f"{_PREDICTION}:process_mtp_loss")
 def weigh_tokens(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Divide each loss by its token count in the global batch, and multiply by the main loss's count.
+    """Divide each loss by its token count in the global batch, and multiply it by the token count of the main
+    loss.
 
     In the end, every gradient is divided by the latter. If the tokens were not counted (the model is not run
     by a megatron-core schedule, or sequences are packed), the loss stays a sum and is divided by the main
@@ -114,7 +116,7 @@ def _look_ahead(
     forward_only: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Count the tokens of all micro-batches, then run them."""
+    """Count the tokens of all micro-batches, and then run the micro-batches."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
@@ -147,7 +149,7 @@ for _name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_witho
 
 
 def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Counts | None, Any]:
-    """Return the token counts of a global batch, and an iterator that yields its micro-batches again.
+    """Return the token counts of a global batch, and an iterator that yields the same micro-batches again.
 
     This is a collective of the last pipeline stage. Tensor- and context-parallel ranks may count the same
     tokens, because only ratios of the counts are used.
@@ -170,7 +172,7 @@ def _counted(source: Any, number: int, seq_length: int, depths: int) -> tuple[Co
 
 
 def _tokens(batch: Any, seq_length: int, depths: int) -> Tensor:
-    """Return the number of tokens of a micro-batch that count for each loss, ``[1 + depths]``.
+    """Return how many tokens of a micro-batch count for each loss, ``[1 + depths]``.
 
     Unknown counts are 0.
     """
@@ -224,7 +226,7 @@ def note_tokens(
 @_logged(f"{_HELPER}.save_loss_to_tracker", versions="<0.19")
 @_logged(f"{_HELPER}.save_metrics_to_tracker", versions=">=0.19")
 def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Save the sum of the losses, and the number of tokens in the sum."""
+    """Save the sum of the losses, and the number of tokens that contribute to it."""
     layer = inspect.signature(original).bind(loss, *args, **kwargs).arguments["layer_number"]
     last = _last.get()
     if layer is None or last is None:
@@ -241,7 +243,7 @@ def save_sum(original: Callable[..., None], loss: Tensor, *args: Any, **kwargs: 
 
 @_logged(f"{_HELPER}.track_mtp_metrics")
 def log_means_of_tokens(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replace the sums of losses with means over the tokens of all micro-batches and ranks."""
+    """Replace the sums of losses in the log with means over the tokens of all micro-batches and ranks."""
     from megatron.core import parallel_state
 
     tracker = _tracker()

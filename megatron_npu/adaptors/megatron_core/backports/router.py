@@ -1,4 +1,5 @@
-"""Patch ``megatron.core.transformer.moe.router``: the scale of auxiliary losses, and the logged z-loss.
+"""Patch ``megatron.core.transformer.moe.router`` to correct the scale of auxiliary losses and the logged
+z-loss.
 
 With --calculate-per-token-loss, every gradient is divided by the number of tokens on all ranks, so an
 auxiliary loss must be multiplied by the tokens of a micro-batch on all ranks of a tensor- and
@@ -37,7 +38,8 @@ def attach_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the auxiliary loss, and the coefficient by which upstream divides the loss for the log.
+    """Scale the auxiliary loss, and also the coefficient by which upstream divides the loss before logging
+    it.
 
     Args:
         original: upstream's function.
@@ -94,7 +96,7 @@ def apply_sequence_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Scale the coefficient of the sequence loss by the number of sequences.
+    """Multiply the coefficient of the sequence loss by the number of sequences.
 
     Args:
         original: upstream's function.
@@ -122,7 +124,7 @@ _logged = partial(
 
 @_logged(versions=">=0.18,<0.19")
 def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Log the z-loss with the group of ranks over which it is averaged."""
+    """Log the z-loss together with the group of ranks over which it is averaged."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     logits = original(self, *args, **kwargs)
@@ -133,8 +135,8 @@ def log_z_loss(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs:
 
 @_logged(versions="<0.18")
 def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Log the z-loss with the group of ranks over which it is averaged, in the nested dict used up to
-    0.17.
+    """Log the z-loss, with the ranks over which it is averaged, in the nested dict that versions up to
+    0.17 use.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
@@ -149,7 +151,9 @@ def log_z_loss_in_a_table(original: Callable[..., Tensor], self: Any, *args: Any
 
 
 def _ranks(router: Any) -> int:
-    """Return the size of the router's tensor- and context-parallel group, which exists since 0.13."""
+    """Return the number of ranks in the router's tensor- and context-parallel group, which exists since
+    0.13.
+    """
     if hasattr(router, "tp_cp_group"):
         return router.tp_cp_group.size()
     from megatron.core import parallel_state
@@ -159,7 +163,8 @@ def _ranks(router: Any) -> int:
 
 @contextlib.contextmanager
 def _coefficient_times(router: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply the coefficient ``name`` of the router's configuration by ``factor`` within the block.
+    """Multiply the coefficient ``name`` in the router's configuration by ``factor`` inside the ``with``
+    block.
 
     Upstream divides the loss by the coefficient again when it writes the log. Without
     --calculate-per-token-loss, nothing changes.

@@ -1,4 +1,5 @@
-"""Patch ``megatron.core.optimizer_param_scheduler`` to keep an override that loading the optimizer undoes.
+"""Patch ``megatron.core.optimizer_param_scheduler`` so that loading the optimizer does not undo the user's
+overrides.
 
 Parameter groups contain their maximum and minimum learning rates, and a checkpoint restores these. The
 schedule reads them first and uses its own values only for groups that have none.
@@ -27,7 +28,7 @@ _overridden = partial(
 def remember_rates(
     original: Callable[..., None], self: Any, optimizer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Store the groups' learning rates before a checkpoint overwrites them."""
+    """Store the learning rates of the parameter groups before a checkpoint overwrites them."""
     original(self, optimizer, *args, **kwargs)
     groups = getattr(optimizer, "param_groups", None) or []
     given = [{name: group[name] for name in _RATES if name in group} for group in groups]
@@ -36,7 +37,7 @@ def remember_rates(
 
 @_overridden(f"{_SCHEDULE}.load_state_dict")
 def override_rates(original: Callable[..., None], self: Any, state_dict: dict[str, Any]) -> None:
-    """Restore the groups' learning rates from the flags if the user requests an override."""
+    """Restore the learning rates of the parameter groups from the flags if the user requests an override."""
     given, groups = getattr(self, _GIVEN, []), self.optimizer.param_groups
     if self.override_opt_param_scheduler and len(given) == len(groups):
         for group, rates in zip(groups, given, strict=True):

@@ -1,1 +1,1 @@
-"""Patch the checkpoints of megatron-core: writing, loading and verification."""
+"""Patch how megatron-core writes, loads and verifies checkpoints."""

@@ -1,4 +1,5 @@
-"""End checkpoint writer processes with the training, and prevent the training from hanging if they fail.
+"""End checkpoint writer processes together with the training, and prevent a hang of the training if they
+fail.
 
 Patches ``megatron.core.dist_checkpointing.strategies.filesystem_async``.
 """
@@ -100,13 +101,13 @@ _queue = functools.partial(
 
 @_queue(f"{_WRITER}:_get_write_results_queue", versions="<0.17")
 def results_queue() -> ResultsFile:
-    """Return this process's results queue, which needs no manager process."""
+    """Return the results queue of this process, which works without a manager process."""
     return _of_this_process()
 
 
 @_queue(f"{_WRITER}:get_write_results_queue", versions=">=0.17")
 def results_queue_of_no_process(mp_mode: str = "spawn") -> ResultsFile:
-    """Return ``results_queue()``.
+    """Return the result of ``results_queue()``, ignoring all arguments.
 
     ``mp_mode`` is ignored, because no manager process is started.
     """
@@ -126,7 +127,7 @@ _processes = functools.partial(
 def write_in_processes(
     transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """Write each bucket in its own forked process.
+    """Write each bucket of a checkpoint in its own forked process.
 
     Queue the results by bucket number, or the first error.
 
@@ -151,7 +152,7 @@ def write_in_processes(
 def write_in_processes_without_client(
     transform_list: Any, rank: int, write_buckets: Any, global_results_queue: Any
 ) -> None:
-    """Call ``write_in_processes`` in versions without a multi-storage client."""
+    """Call ``write_in_processes`` for upstream versions without a multi-storage client."""
     write_in_processes(transform_list, False, rank, write_buckets, global_results_queue)
 
 
@@ -166,7 +167,7 @@ def write_in_processes_without_client(
     ),
 )
 def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
-    """Return the writer's results, or raise an OSError that describes why its process failed.
+    """Return the results of the writer, or raise an OSError that describes why its process failed.
 
     Raises:
         OSError: the writing process was killed, or could not write.
@@ -184,7 +185,9 @@ def results_or_reason(original: Callable[[Any], Any], self: Any) -> Any:
 
 
 def _written(transforms: Any, buckets: list[Any], keywords: dict[str, Any]) -> dict[int, Any] | Exception:
-    """Return the results of all buckets by number, or the first error, after all processes have ended."""
+    """Wait until all processes have ended, and return the results of all buckets by number, or the first
+    error.
+    """
     writers: list[tuple[Any, Connection]] = []
     try:
         for number, bucket in enumerate(buckets):
@@ -223,7 +226,7 @@ def _write(number: int, bucket: Any, transforms: Any, keywords: dict[str, Any], 
 
 
 def _received(process: Any, receiver: Connection, path: Any) -> Any:
-    """Return the results or the error that the process sent.
+    """Return the results or the error that the writer process sent.
 
     Return an error if the process died first.
     """
@@ -237,7 +240,9 @@ def _received(process: Any, receiver: Connection, path: Any) -> Any:
 
 
 def _end_all(writers: list[tuple[Any, Connection]]) -> None:
-    """Kill the processes that are still writing after Ctrl-C or an error, because their files are useless."""
+    """Kill the processes that are still writing after Ctrl-C or an error, because their files would be
+    useless.
+    """
     for process, receiver in writers:
         if process.is_alive():
             process.kill()
@@ -246,7 +251,7 @@ def _end_all(writers: list[tuple[Any, Connection]]) -> None:
 
 
 def end_of(code: int) -> str:
-    """Describe how a process with this exit code ended."""
+    """Describe how a process ended, given its exit code."""
     if code >= 0:
         return f"exited with {code}"
     name = signal.Signals(-code).name
@@ -254,23 +259,23 @@ def end_of(code: int) -> str:
 
 
 class _Sender:
-    """Queue for the result of upstream's writer, which is sent over a connection."""
+    """Queue-like object that sends the result of upstream's writer over a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.put = connection.send
 
 
 class _Counter:
-    """Counter that upstream's writer requires but that no process waits for."""
+    """Counter object that upstream's writer requires, but that no process waits for."""
 
     def get(self) -> None:
-        """Do nothing.
+        """Do nothing, because no process waits for this counter.
 
         Upstream's counter would remove one item.
         """
 
     def task_done(self) -> None:
-        """Do nothing.
+        """Do nothing, because no process waits for this counter.
 
         Upstream's counter would mark one item as done.
         """

@@ -1,4 +1,5 @@
-"""Fix checkpoints: old versions with newer torch, the persistent worker, and changed expert parallelism.
+"""Fix the checkpoints of old versions with newer torch, the persistent worker, and changes of expert
+parallelism.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``.
 """
@@ -35,7 +36,7 @@ around(
     why="torch 2.7 gave its private function a sixth argument, the format, which 0.12 does not pass",
 )
 def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Write tensors in the serialization format that 0.12 has always used."""
+    """Write tensors in the serialization format that 0.12 always used."""
     if "serialization_format" not in inspect.signature(original).parameters:
         return original
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -51,7 +52,7 @@ def write_as_torch_save(original: Callable[..., Any]) -> Callable[..., Any]:
     "longer has",
 )
 def writer_with_metadata_path(original: Any) -> type:
-    """Add ``metadata_path`` to torch's writer.
+    """Add the attribute ``metadata_path`` to torch's checkpoint writer.
 
     Newer torch versions no longer have it, and only this module needs it.
     """
@@ -69,7 +70,7 @@ def writer_with_metadata_path(original: Any) -> type:
     "call raises an AttributeError",
 )
 def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
-    """Remove the tensors whose keys begin with ``key_prefix``, and their files, from a checkpoint."""
+    """Remove the tensors whose keys begin with ``key_prefix``, with their files, from a checkpoint."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.dist_checkpointing.validation import verify_checkpoint
 
@@ -87,7 +88,7 @@ def remove_sharded_tensors(checkpoint_dir: str, key_prefix: str) -> None:
     ),
 )
 def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, async_req: Any) -> None:
-    """Copy the tensors to host memory in this process before the asynchronous save.
+    """Copy the tensors to host memory in this process before the asynchronous save begins.
 
     Training does not write to the copies.
     """
@@ -99,7 +100,7 @@ def copy_before_handing_over(original: Callable[[Any, Any], None], self: Any, as
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with its own memory.
+    """Return a copy of the tensor that has its own memory.
 
     ``.cpu()`` returns a CPU tensor itself rather than a copy.
     """
@@ -128,7 +129,7 @@ def with_other_experts(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Skip the random states of other ranks, as upstream does for TP and PP.
+    """Skip random states that belong to other ranks, as upstream does when TP or PP changes.
 
     Other optimizer layouts are rejected.
     """
@@ -141,7 +142,8 @@ def with_other_experts(
 
 
 def _refuse_other_optimizers(saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """Check that the checkpoint and the run agree on having a separate optimizer for experts.
+    """Check that either both the checkpoint and this run have a separate optimizer for experts, or neither
+    has one.
 
     Raises:
         UsageError: only one of them has such an optimizer.

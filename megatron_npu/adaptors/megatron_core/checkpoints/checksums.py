@@ -1,4 +1,4 @@
-"""Write checksums when stock scripts save checkpoints, and verify them when the scripts load.
+"""Write checksums when stock scripts save checkpoints, and verify them when stock scripts load checkpoints.
 
 Patches ``megatron.core.dist_checkpointing.serialization`` and ``megatron.training``. Checksums for the format
 ``torch_dist`` are written together with upstream's metadata, which declares the files complete, and before
@@ -66,7 +66,7 @@ def save_with_checksums(original: Callable[..., Any], iteration: int, *args: Any
 
 @contextlib.contextmanager
 def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> Iterator[None]:
-    """Prepare the steps that finish an asynchronous save, which is started within the block.
+    """Prepare the steps that complete an asynchronous save started inside the ``with`` block.
 
     Args:
         verifies: whether to write the checksums here, because ``write_checksums`` does not write them.
@@ -98,7 +98,7 @@ def _beginning(root: str, place: Path, verifies: bool, retain: int | None) -> It
     "empty tracker",
 )
 def finish_by_name(original: Callable[..., Any], async_request: Any) -> Any:
-    """Rename the tracker once upstream has written it, before other code can find the checkpoint."""
+    """Rename the tracker file after upstream has written it, before other code can find the checkpoint."""
     finishing = _FINISHING.get()
     if finishing is not None and async_request.finalize_fns:  # 0.19 hands them on to a second request
         sum_up, name, publish = finishing
@@ -117,7 +117,9 @@ def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[],
 
 
 def _retire(former: Path | None, place: Path, interval: int | None) -> None:
-    """Remove the previous checkpoint, as upstream's flag does when it sees the final tracker."""
+    """Remove the previous checkpoint, as upstream does with its own flag once the tracker file has its
+    final name.
+    """
     if not interval or former is None or former in (place, place.with_name(of_scripts.RELEASE)):
         return
     if disks.leads() and not former.is_symlink() and int(former.name.removeprefix("iter_")) % interval:
@@ -138,7 +140,7 @@ around(
 def log_when_named(
     original: Callable[..., None], checkpoint_path: str, tracker_filename: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Delay the log message until the tracker has its final name."""
+    """Delay the log message about a save until the tracker file has its final name."""
     save, named = of_scripts.under_way(), of_scripts.named(tracker_filename)
     if save is None or named == tracker_filename:
         original(checkpoint_path, tracker_filename, *args, **kwargs)
@@ -196,7 +198,7 @@ def _of_ranks(root: str, step: int | None) -> Path | None:
 
 @contextlib.contextmanager
 def _of_script() -> Iterator[bool]:
-    """Record within the block that a script saves or loads.
+    """Record, for the duration of the ``with`` block, that a script saves or loads.
 
     Yield whether its checkpoints are to be verified.
     """
@@ -214,7 +216,7 @@ def _of_script() -> Iterator[bool]:
 def write_checksums(
     original: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Write checksums after all other files.
+    """Write the checksums of a checkpoint after all its other files.
 
     This happens immediately, or when an asynchronous save is finalized.
     """

@@ -1,4 +1,4 @@
-"""Load a hybrid model's checkpoint into a GPT model.
+"""Load the checkpoint of a hybrid model into a GPT model.
 
 Upstream's main branch supports only the reverse direction.
 
@@ -22,7 +22,7 @@ _WHY = (
 
 
 class IntoGPT:
-    """Marker used instead of upstream's layer maps when a hybrid checkpoint is loaded into a GPT model."""
+    """Marker that replaces upstream's layer maps when a hybrid checkpoint is loaded into a GPT model."""
 
 
 @around("megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load", versions=">=0.20", why=_WHY)
@@ -32,7 +32,9 @@ def accept_a_hybrid(
     ckpt_args: argparse.Namespace,
     model: Sequence[Any],
 ) -> tuple[Any, bool]:
-    """Return ``IntoGPT`` where upstream would raise an error, and whether the optimizer state is loaded."""
+    """Return ``IntoGPT`` instead of raising upstream's error, and return whether the optimizer state is
+    loaded.
+    """
     pattern = _pattern(ckpt_args)
     if not pattern or _pattern(args) or args.ckpt_format != "torch_dist":
         return original(args, ckpt_args, model)
@@ -54,7 +56,8 @@ def _pattern(args: argparse.Namespace) -> str | None:
 
 
 def _require_named_state(ckpt_args: argparse.Namespace) -> None:
-    """Check that the optimizer state is not stored in buckets, which have the hybrid model's parameter order.
+    """Check that the optimizer state is not stored in buckets, whose order of parameters is specific to the
+    hybrid model.
 
     Raises:
         UsageError: it is stored in buckets.
@@ -76,7 +79,9 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
 def look_where_the_hybrid_has_it(
     original: Callable[..., None], sharded_state_dict: dict[str, Any], layer_maps: Any
 ) -> None:
-    """Map the entries of a GPT model to the hybrid model's entries if ``layer_maps`` is ``IntoGPT``."""
+    """Map the entries of a GPT model's state to those of the hybrid model if ``layer_maps`` is
+    ``IntoGPT``.
+    """
     if isinstance(layer_maps, IntoGPT):
         hybrid_layers.point_at(sharded_state_dict)
     else:

@@ -1,4 +1,5 @@
-"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker with training.
+"""Detect the death of the persistent worker for asynchronous checkpoints, and end the worker when the
+training ends.
 
 Patches ``PersistentAsyncCaller`` of ``megatron.core.dist_checkpointing.strategies.async_utils``.
 """
@@ -36,7 +37,7 @@ _mended = functools.partial(around, upstream_bug=True, until=NOT_FIXED)
     "in /dev/shm remain even if every process is killed",
 )
 def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make the kernel end this worker when its parent ends, and unlink its semaphores."""
+    """Make the kernel end this worker process when its parent ends, and unlink the worker's semaphores."""
     end_with_parent()
     for each in (*args, *kwargs.values()):
         for semaphore in _semaphores(each):
@@ -45,7 +46,7 @@ def end_with_training(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
-    """Yield the semaphores of an inter-process queue.
+    """Yield the semaphores that an inter-process queue uses.
 
     Yield nothing for any other value.
     """
@@ -57,7 +58,7 @@ def _semaphores(value: Any) -> Iterator[synchronize.SemLock]:
 
 
 def _take_name(name: str) -> None:
-    """Unlink the name of a semaphore if it exists.
+    """Unlink a semaphore's name if the name exists.
 
     Processes that have opened the semaphore can still use it.
     """
@@ -70,7 +71,7 @@ def _take_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _names_may_go() -> Iterator[None]:
-    """Allow the names of semaphores created within the block to be unlinked before their regular cleanup."""
+    """Allow semaphores created inside the ``with`` block to be unlinked before their regular cleanup."""
     replaced = Replaced()
     replaced.set(synchronize.SemLock, "_cleanup", staticmethod(_take_name))
     try:
@@ -84,7 +85,7 @@ _WHY_NAMES = "at exit Python would complain about names that the worker has alre
 
 @_mended(f"{_CALLER}.__init__", versions="<0.17", why=_WHY_NAMES)
 def make_queues(original: Callable[..., None], self: Any) -> None:
-    """Create the queues to the worker.
+    """Create the queues for communication with the worker.
 
     Their semaphores keep their names until the worker has opened them.
     """
@@ -94,7 +95,7 @@ def make_queues(original: Callable[..., None], self: Any) -> None:
 
 @_mended(f"{_CALLER}._get_process", versions=">=0.17", why=_WHY_NAMES)
 def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create the queues as ``make_queues`` does, and start the worker."""
+    """Create the queues like ``make_queues``, and start the worker."""
     with _names_may_go():
         return original(*args, **kwargs)
 
@@ -109,7 +110,7 @@ def start_worker(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def require_worker(
     original: Callable[..., bool], self: Any, blocking: bool = False, no_dist: bool = False
 ) -> bool:
-    """Check for the worker's answer.
+    """Wait for the worker's answer, and raise an error if the worker is dead.
 
     With ``blocking``, wait for it as long as the worker is alive.
 
@@ -139,7 +140,7 @@ def require_worker(
     order=1,  # what copies the tensors lies inside
 )
 def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any) -> None:
-    """Wait for the worker only while it is alive, and kill it when this process exits.
+    """Wait for the worker only as long as it is alive, and kill it when this process exits.
 
     Raises:
         RuntimeError: the worker has died.
@@ -155,7 +156,7 @@ def hand_over_to_living(original: Callable[..., None], self: Any, async_req: Any
 
 @_mended(f"{_CALLER}.close", why="upstream waits forever for a dead worker to exit")
 def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Close the worker, or discard it if it is dead.
+    """Close the worker, or discard it if it is already dead.
 
     The loss of its checkpoint, if any, has already been reported.
     """
@@ -169,7 +170,7 @@ def close_living(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 @contextlib.contextmanager
 def _waiting_for_living(caller: Any) -> Iterator[None]:
-    """Make ``join`` on the queues to a worker return within the block if the worker is dead."""
+    """Make ``join`` on the queues of a dead worker return inside the ``with`` block."""
     over = threading.Event()
 
     def release() -> None:
@@ -201,7 +202,7 @@ def _kill(caller: Any, owner: int) -> None:
 
 
 def _forget(caller: Any) -> None:
-    """Remove the worker from its caller, and since 0.17 also from the caller's class."""
+    """Remove the reference to the worker from its caller and, since 0.17, also from the caller's class."""
     _leave_content(caller)
     caller.process = None
     for name in _OF_CLASS:
@@ -210,7 +211,7 @@ def _forget(caller: Any) -> None:
 
 
 def _leave_content(caller: Any) -> None:
-    """Allow this process to exit even if items in the queues to the worker remain unread."""
+    """Allow this process to exit while items in the worker's queues are still unread."""
     for each in _queues(caller, _OUTGOING):
         each.cancel_join_thread()
 

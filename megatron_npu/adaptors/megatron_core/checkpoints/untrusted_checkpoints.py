@@ -1,4 +1,4 @@
-"""Load untrusted checkpoints without executing code, and reject invalid ones with a one-line error.
+"""Load untrusted checkpoints without executing code from them, and reject invalid ones with a one-line error.
 
 Patches ``megatron.core.dist_checkpointing`` and ``megatron.training.checkpointing``; ``torch_readers``
 controls what torch's own reader may unpickle for these checkpoints.
@@ -38,7 +38,9 @@ _NO_INDEX = "metadata is None"  # an assertion of torch, with why it could not r
 
 @contextlib.contextmanager
 def _data_only(what: str) -> Iterator[None]:
-    """Make torch load only data within the block, and report rejected content without a traceback."""
+    """Make torch load only data inside the ``with`` block, and report rejected content without a
+    traceback.
+    """
     if not torch_readers.guarding():  # the user trusts the files
         yield
         return
@@ -57,7 +59,7 @@ def _data_only(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole(what: str) -> Iterator[None]:
-    """Report a truncated or damaged file that the block reads, without a traceback."""
+    """Report, without a traceback, any truncated or damaged files that the ``with`` block reads."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -70,7 +72,9 @@ def _whole(what: str) -> Iterator[None]:
 
 
 def _torn(error: BaseException) -> str:
-    """Return a one-line message about a damaged file, or an empty string for other errors."""
+    """Return a one-line message if an error is due to a damaged file, and an empty string for other
+    errors.
+    """
     failures = [found[0] if isinstance(found, tuple) else found for found in _failures(error)]
     for each in failures:
         line = (str(each).strip() or type(each).__name__).partition("\n")[0]
@@ -81,7 +85,7 @@ def _torn(error: BaseException) -> str:
 
 
 def _failures(error: BaseException) -> list[Any]:
-    """Return the errors of all ranks that are contained in a torch error, or the error itself."""
+    """Return the errors of all ranks that a torch error contains, or a list with the error itself."""
     return list(getattr(error, "failures", {}).values()) or [error]
 
 
@@ -100,7 +104,7 @@ _common_data = partial(
 @_common_data("megatron.core.dist_checkpointing.serialization:load_common_state_dict", versions=">=0.19")
 @_common_data("megatron.core.dist_checkpointing.strategies.common:load_common", versions=">=0.17")
 def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt`` as data.
+    """Read the file ``common.pt`` as data, without executing code from it.
 
     Since 0.19, sharded objects replace this file.
     """
@@ -117,7 +121,7 @@ def load_common_file(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     until=NOT_FIXED,
 )
 def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read ``common.pt`` as data, without executing code."""
+    """Read the file ``common.pt`` as data, without executing code from it."""
     with _data_only("the checkpoint's common.pt"):
         return original(self, *args, **kwargs)
 
@@ -130,7 +134,7 @@ def load_common_data(original: Callable[..., Any], self: Any, *args: Any, **kwar
     until=NOT_FIXED,
 )
 def load_objects_as_data(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read the files of sharded objects as data, without executing code."""
+    """Read the files of sharded objects as data, without executing code from them."""
     with _data_only("an object of the checkpoint"):
         return original(self, *args, **kwargs)
 
@@ -157,7 +161,7 @@ def load_or_refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def load_data_only(
     original: Callable[..., Any], load_dir: str, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Load tensors, numbers and arguments, but no code.
+    """Load a checkpoint's tensors, numbers and arguments without executing code from it.
 
     An invalid file raises a one-line error.
     """
@@ -177,7 +181,7 @@ def load_data_only(
 
 
 def _require_described(root: Path, step: int | None) -> None:
-    """Check the tracker and the checkpoint named in it before upstream reads them.
+    """Check the tracker file, and the checkpoint that it names, before upstream reads them.
 
     Raises:
         UsageError: the tracker is invalid, the checkpoint does not exist, or its metadata cannot be read.

@@ -1,4 +1,4 @@
-"""Handle dataset splits without documents: skip unused splits, and raise an error for others.
+"""Skip empty dataset splits that are not used, and raise an error for empty splits that are used.
 
 Patches ``megatron.core.datasets.blended_megatron_dataset_builder``.
 """
@@ -16,7 +16,7 @@ _IN_WORDS = {"train": "training", "valid": "validation", "test": "the test at th
 
 
 class Part(NamedTuple):
-    """The arguments that upstream passes to the dataset class of a split, in the same order.
+    """The arguments that upstream passes to the dataset class of one split, in upstream's order.
 
     Attributes:
         source: the opened data.
@@ -50,7 +50,7 @@ def without_empty_parts(
     synchronize_ranks: bool,
     *args: Any,
 ) -> Any:
-    """Build nothing for an empty split that is not read.
+    """Skip the construction of a dataset for a split that is empty and not used.
 
     All ranks still reach upstream's barriers.
     """
@@ -90,7 +90,7 @@ def _is_read(part: Part) -> bool:
 
 
 def _refuse(part: Part, documents: int) -> None:
-    """Raise an error that names the empty split and explains how to fix this.
+    """Raise an error that names the empty split and explains how to avoid it.
 
     Raises:
         UsageError: always.
@@ -104,4 +104,4 @@ def _refuse(part: Part, documents: int) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Return None instead of a dataset."""
+    """Return None in place of a dataset."""

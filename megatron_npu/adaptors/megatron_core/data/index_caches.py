@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.datasets`` to load cached indices without pickle, and to rebuild damaged ones.
+"""Patch ``megatron.core.datasets`` to load cached index files without pickle, and to rebuild damaged ones.
 
 Also patches ``megatron.legacy.data`` in the Megatron-LM trees that have it: its indices are read without
 pickle.
@@ -77,7 +77,7 @@ _PART = 1 << 20  # entries that are looked at together
     until=NOT_FIXED,
 )
 def sound_gpt_indices(original: Callable[[Any], Any], self: Any) -> Any:
-    """Check the cached indices, and rebuild them if they cannot be correct.
+    """Check the cached indices of a GPT dataset, and rebuild them if they are invalid.
 
     Raises:
         UsageError: they are damaged, and with ``--dataloader-fast-cache-load`` upstream builds none.
@@ -115,7 +115,7 @@ def sound_masked_index(original: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def _sound(build: Callable[[], Any], check: Callable[[Any], None], *, rebuilds: bool = True) -> Any:
-    """Return the indices that upstream builds or reads; delete and rebuild a damaged cache if it can.
+    """Return the indices that upstream builds or reads, deleting and rebuilding a damaged cache if possible.
 
     On a machine that does not see the files of rank 0, one of its ranks builds them again. Only the first
     rank checks the indices, because upstream waits for it before the other ranks read them.
@@ -140,7 +140,7 @@ def _sound(build: Callable[[], Any], check: Callable[[Any], None], *, rebuilds: 
 
 
 def _unseen(file: Path) -> UsageError:
-    """Return the error for a rank that cannot see a file written by rank 0."""
+    """Return the error for a rank that does not see a file that rank 0 has written."""
     return UsageError(
         f"{file}, which rank 0 wrote, is not visible on {platform.node()} (rank {dist.get_rank()}); the "
         "folder for dataset indices must be shared by all machines. Pass a shared folder with "

@@ -32,7 +32,7 @@ def cut_packed_batch(
     cp_size: int | None = None,
     cp_rank: int | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Reduce a batch of ``[1, t]`` tensors to this rank's tokens after upstream has described the whole
+    """Reduce a batch of ``[1, t]`` tensors to this rank's tokens, after upstream has described the whole
     batch.
     """
     from megatron.core import parallel_state
@@ -57,7 +57,7 @@ def cut_packed_batch(
     until=NOT_FIXED,
 )
 def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], self: Any) -> tuple[Any, Any]:
-    """Reshape each sequence ``[s]`` to a batch ``[1, s]``, with boundaries that make it a single sequence."""
+    """Reshape each sequence ``[s]`` to a batch ``[1, s]`` with boundaries that describe a single sequence."""
     samples, groups = original(self)
     for sample in (samples or {}).values():
         for name, values in sample.items():
@@ -78,7 +78,7 @@ def describe_dealt_out_sequences(original: Callable[[Any], tuple[Any, Any]], sel
     until=NOT_FIXED,
 )
 def take_one_sequence_as_whole(original: Callable[[Any], None], self: Any) -> None:
-    """Mark a sequence that is completely on one rank as ``sbhd``, as in 0.16 and 0.17.
+    """Mark a sequence that is stored completely on one rank as ``sbhd``, as 0.16 and 0.17 do.
 
     Other sequences stay packed.
     """

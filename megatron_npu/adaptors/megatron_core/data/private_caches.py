@@ -1,4 +1,4 @@
-"""Build index caches once per machine on disks that machines do not share.
+"""Build index caches once on each machine if the machines do not share a disk.
 
 Upstream builds an index only on rank 0. The other ranks open its files, which other machines do not have.
 """
@@ -23,7 +23,7 @@ _LOCK = ".building.lock"
 
 
 def read(build: Callable[[], Any]) -> Any:
-    """Return the indices that rank 0 has built.
+    """Return the indices that rank 0 has built, read from their files.
 
     Build them if this machine cannot see rank 0's files.
 

@@ -1,4 +1,5 @@
-"""Add methods that generation requires to the tokenizers of GPT-2 and BERT, and load tokenizer files.
+"""Add methods that generation requires to the tokenizers of GPT-2 and BERT, and load tokenizers from local
+files.
 
 Patches ``datasets.megatron_tokenizer``, ``tokenizers.text.text_tokenizer`` and, in
 ``tokenizers.text.libraries``, ``huggingface_tokenizer`` and ``megatron_hf_tokenizer`` of ``megatron.core``.
@@ -37,7 +38,7 @@ _NO_METHOD = (
     why=_NO_METHOD,
 )
 def offsets(self: Any, ids: list[int], text: str) -> list[int]:
-    """Return the position of each of ``ids`` in the detokenized ``text``.
+    """Return the position in the detokenized ``text`` at which each of ``ids`` begins.
 
     A token that continues a multi-byte character begins where that character begins, as with tiktoken. This
     is used for tokenizers that have no such method.
@@ -65,14 +66,16 @@ def offsets(self: Any, ids: list[int], text: str) -> list[int]:
 def offsets_without_a_method(
     original: Callable[..., list[int]], self: Any, ids: list[int], text: str
 ) -> list[int]:
-    """Return token positions computed from the text if the library's tokenizer has no method for this."""
+    """Return the positions of tokens, which are computed from the text if the tokenizer has no method for
+    this.
+    """
     if hasattr(self._tokenizer, "offsets"):
         return original(self, ids, text)
     return offsets(self, ids, text)
 
 
 def _common_length(start: str, text: str, known: int) -> int:
-    """Return the length of the common prefix of two strings, given that it is at least ``known``."""
+    """Return the length of the longest common prefix of two strings, which is at least ``known``."""
     while known < min(len(start), len(text)) and start[known] == text[known]:
         known += 1
     return known
@@ -89,7 +92,7 @@ def _common_length(start: str, text: str, known: int) -> int:
     ),
 )
 def bos(self: Any) -> None:
-    """Return None, because this tokenizer has no token that begins a text."""
+    """Return None, because this tokenizer has no beginning-of-text token."""
 
 
 @around(
@@ -103,7 +106,7 @@ def bos(self: Any) -> None:
 def name_the_flag(
     original: Callable[..., None], self: Any, tokenizer_path: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Report the flag that provides local tokenizer files if the hub cannot be reached."""
+    """If the hub is unreachable, raise an error that names the flag for local tokenizer files."""
     try:
         original(self, tokenizer_path, *args, **kwargs)
     except (OSError, ValueError, ModuleNotFoundError) as error:
@@ -116,7 +119,7 @@ def name_the_flag(
 
 
 class _Layout(NamedTuple):
-    """Tokenizer file names that Transformers expects, and the tokenizer's configuration."""
+    """The names of tokenizer files that Transformers expects, and the tokenizer's configuration."""
 
     files: tuple[str, ...]
     config: dict[str, Any]
@@ -172,7 +175,7 @@ def read_the_files(
 
 
 def _reader_of_folders() -> Callable[..., None]:
-    """Return the constructor of the class that ``MegatronHFTokenizer`` extends."""
+    """Return the constructor of the base class of ``MegatronHFTokenizer``."""
     from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer.__init__
@@ -225,7 +228,7 @@ def require_transformers(
 def keep_the_additional_tokens(
     original: Callable[..., int], self: Any, special_tokens_dict: dict[str, Any]
 ) -> int:
-    """Store the given tokens if Transformers does not expose them.
+    """Store the additional tokens that the caller gave if Transformers does not provide them.
 
     Return the number of new tokens.
     """

@@ -1,1 +1,1 @@
-"""Patch mixture of experts: the router, permutation and grouped matmuls."""
+"""Patch mixtures of experts: the router, the permutation of tokens, and grouped matmuls."""

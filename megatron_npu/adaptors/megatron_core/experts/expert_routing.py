@@ -1,4 +1,4 @@
-"""Support ``--moe-router-fusion`` without TransformerEngine, with routing in a single autograd function.
+"""Support ``--moe-router-fusion`` without TransformerEngine, by routing in a single autograd function.
 
 Patches the three functions in ``moe.moe_utils`` that would call TransformerEngine's kernels.
 """
@@ -49,7 +49,9 @@ def route(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Map logits ``[t, e]`` to the weights and the routing map of the selected experts, ``[t, e]`` each."""
+    """Compute the weights and the routing map of the selected experts, each ``[t, e]``, from logits ``[t,
+    e]``.
+    """
     if fused:
         asked = dict(zip(_NOT_FUSED, rest, strict=False)) | more
         reason = next((why for name, why in _NOT_FUSED.items() if _is_given(asked.get(name))), None)
@@ -74,7 +76,7 @@ def route(
 
 
 def _is_given(value: Any) -> bool:
-    """Return True if an argument, which may be a tensor, is neither None nor False."""
+    """Return True if an argument, possibly a tensor, is neither None nor False."""
     return value is not None and value is not False
 
 
@@ -88,7 +90,7 @@ def scores_for_aux_loss(
     *rest: Any,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Map logits ``[t, e]`` to the routing map of the top experts and all scores, ``[t, e]`` each.
+    """Compute the routing map of the top experts and all scores, each ``[t, e]``, from logits ``[t, e]``.
 
     Padding tokens have no experts.
     """

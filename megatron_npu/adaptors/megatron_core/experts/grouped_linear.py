@@ -19,7 +19,7 @@ from megatron_npu.ops.experts.grouped_matmul import grouped_linear
 
 
 class GroupedLinear(Module):
-    """Linear layers of this rank's experts, computed as one grouped matmul.
+    """The linear layers of this rank's experts, computed as one grouped matmul.
 
     Its parameters are ``weight0``, ``weight1``, … ``[o, i]`` (and ``bias0``, …), named as in
     TransformerEngine. Upstream's parallel linear layers create them, so their sizes, initial values and marks
@@ -71,7 +71,7 @@ class GroupedLinear(Module):
         return ColumnParallelLinear(*sizes, gather_output=False, is_expert=True, tp_group=group, **options)
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """Map ``[t, i]``, sorted by expert, to ``[t, o]``.
+        """Apply each expert's linear layer to its tokens: map ``[t, i]``, sorted by expert, to ``[t, o]``.
 
         Biases that were not added are returned too.
         """
@@ -81,16 +81,16 @@ class GroupedLinear(Module):
         return output, biases if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
-        """Do nothing, because the weight gradients are ready when the backward pass ends."""
+        """Do nothing, because the weight gradients are complete when the backward pass ends."""
 
     def get_extra_state(self) -> None:
-        """Return None as the extra state.
+        """Return None, because this layer has no extra state.
 
         TransformerEngine's layers have one, so that upstream calls this method.
         """
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore the extra state."""
+        """Ignore the extra state, because this layer has none."""
 
     def _each(self, kind: str) -> list[Tensor]:
         return [getattr(self, f"{kind}{expert}") for expert in range(self.num_local_experts)]
@@ -98,8 +98,7 @@ class GroupedLinear(Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sharded state dict, in which each expert's parameters look like those of sequential
-        experts.
+        """Return the sharded state dict, with each expert's parameters stored as in sequential experts.
 
         Args:
             prefix: the prefix of the names.
@@ -147,7 +146,7 @@ def _without_extra_states(module: Module, state_dict: dict[str, Any], prefix: st
 
 
 class RowGroupedLinear(GroupedLinear):
-    """Second linear layer of the experts.
+    """The second linear layer of this rank's experts, computed as one grouped matmul.
 
     Its input dimension is split over tensor-parallel ranks: ``[o, i / tp]``.
     """

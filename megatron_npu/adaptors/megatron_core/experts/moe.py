@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.transformer.moe``: grouped expert matmuls, and the router.
+"""Patch ``megatron.core.transformer.moe``, which contains the experts' grouped matmuls and the router.
 
 Patches ``moe.grouped_gemm_util``, upstream's interface to the package grouped_gemm, ``moe.moe_utils``, and
 the sequential experts of ``moe.experts``.
@@ -29,7 +29,8 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-    """Multiply ``[t, k]`` by ``[e, k, n]``, or by ``[e, n, k]`` with ``trans_b``.
+    """Compute the grouped matmul of ``[t, k]`` and ``[e, k, n]``, or with ``trans_b`` of ``[t, k]`` and ``[e,
+    n, k]``.
 
     ``batch_sizes`` is ``[e]``.
 
@@ -68,7 +69,7 @@ _router = partial(
 def router_gating_linear(
     inp: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply ``[..., h]`` by ``[e, h]`` in ``router_dtype``.
+    """Compute the router's logits: multiply ``[..., h]`` by ``[e, h]`` in ``router_dtype``.
 
     Gradients have the inputs' dtypes.
     """
@@ -93,7 +94,7 @@ def router_gating_linear_without_bias(inp: Tensor, weight: Tensor, router_dtype:
     ),
 )
 def make_experts_outputs_their_own(original: Callable[..., None], self: Any, *args: Any, **kw: Any) -> None:
-    """Make experts with biases return a copy of their output, so that callers can change it in place."""
+    """Make experts with biases return a copy of their output, which callers can change in place."""
     original(self, *args, **kw)
     if self.config.add_bias_linear:
         for expert in self.local_experts:

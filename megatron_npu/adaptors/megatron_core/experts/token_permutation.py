@@ -1,4 +1,5 @@
-"""Support ``--moe-permute-fusion`` without TransformerEngine: sort tokens by expert and back in one call.
+"""Support ``--moe-permute-fusion`` without TransformerEngine: sort tokens by expert, and restore their order,
+in one call.
 
 Patches ``moe.token_dispatcher``, ``moe.moe_utils`` and ``transformer_config``. Upstream's own flag is
 disabled for its dispatcher, which then keeps the token counts on the host, where our other operations need
@@ -32,7 +33,7 @@ _fused = partial(
 
 @_fused("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", order=3)
 def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> None:
-    """Record that fused permutation is requested, and make upstream use the unfused path.
+    """Record that fused permutation is requested, and make upstream run its unfused code.
 
     Raises:
         FallbackForbiddenError: the fusion is not possible here, and strict mode is enabled.
@@ -53,7 +54,7 @@ def note_that_it_is_asked_for(original: Callable[[Any], None], self: Any) -> Non
 
 @_fused(f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess")
 def note_the_experts_of_a_token(original: Callable[..., Any], self: Any, routing_map: Tensor) -> Any:
-    """Record the number of experts per token if no token is dropped or padded.
+    """Record how many experts each token has, unless tokens are dropped or padded.
 
     Upstream then does not count them.
     """
@@ -76,7 +77,7 @@ def permute(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Sort ``[t, h]`` by expert according to ``[t, e]``.
+    """Sort the tokens ``[t, h]`` by expert according to the routing map ``[t, e]``.
 
     Return rows, probabilities and sorted indices.
     """
@@ -95,7 +96,7 @@ def permute_with_counts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``permute``, and return the token count of each expert unchanged.
+    """Permute tokens like ``permute``, and return the token counts of the experts unchanged.
 
     No padding is added.
     """
@@ -119,7 +120,7 @@ def unpermute(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Restore ``[t, h]`` from rows that ``permute`` has sorted.
+    """Restore the tokens ``[t, h]`` from the rows that ``permute`` has sorted by expert.
 
     Its indices are int32, whereas upstream's are int64.
     """

@@ -1,4 +1,4 @@
-"""Support ``--fine-grained-activation-offloading`` with local layers and NPUs.
+"""Support ``--fine-grained-activation-offloading`` with local layers and on NPUs.
 
 Before 0.16, the whole implementation is ours.
 
@@ -65,7 +65,7 @@ def stay_on_all_cores() -> None:
     ),
 )
 def manage_tensors_of_npus(original: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Treat an NPU's tensors, except parameters, in the same way as upstream treats a GPU's tensors."""
+    """Treat tensors on an NPU, except parameters, in the same way as upstream treats tensors on a GPU."""
     if tensor.device.type == "npu":
         return not isinstance(tensor, torch.nn.Parameter)
     return original(tensor)
@@ -102,7 +102,9 @@ def note_parameters(original: Callable[[Any], None], self: Any) -> None:
     ),
 )
 def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Tensor) -> bool:
-    """Return False for masks (boolean tensors) and for tensors in a parameter's memory, so that they stay."""
+    """Return False for boolean masks and for tensors in a parameter's memory, so that they are not
+    offloaded.
+    """
     if tensor.dtype is torch.bool:
         return False
     start = tensor.untyped_storage().data_ptr()
@@ -110,7 +112,7 @@ def leave_what_stays(original: Callable[..., bool], self: Any, tensor: torch.Ten
 
 
 def refuse_on_the_host(args: Namespace) -> None:
-    """Reject activation offloading on the cpu device.
+    """Reject activation offloading on the cpu device, because its memory already is host memory.
 
     Raises:
         UsageError: the device is a cpu, whose activations are already in host memory.
@@ -140,7 +142,7 @@ def unseen_by_upstream(args: Namespace) -> Iterator[None]:
 
 
 def options_of(config: Any) -> tuple[tuple[str, ...], int]:
-    """Return the modules to offload and the minimum tensor size before 0.16.
+    """Return which modules to offload and the minimum tensor size, for versions before 0.16.
 
     Without the flag, there are no modules.
 
@@ -159,7 +161,7 @@ def options_of(config: Any) -> tuple[tuple[str, ...], int]:
     why=f"{FLAG}, which upstream has since 0.16",
 )
 def move_what_layers_save(original: Callable[[Any], None], self: Any) -> None:
-    """Attach offloading to the modules of the layers if it is enabled."""
+    """Attach offloading to modules of the layers if the flags enable it."""
     original(self)
     modules, smallest = options_of(self.config)
     if modules:
@@ -181,7 +183,7 @@ around(
     order=-1,
 )
 def check_flags(original: Callable[..., Namespace], args: Namespace, *rest: Any, **kwargs: Any) -> Namespace:
-    """Reject unsupported combinations after upstream has determined which layers are recomputed."""
+    """Reject unsupported combinations of flags, after upstream has determined which layers are recomputed."""
     validated = original(args, *rest, **kwargs)
     memory_flags.check_activation_offloading(validated)
     return validated

@@ -1,4 +1,4 @@
-"""Patch the fused element-wise functions in ``megatron.core.fusions``.
+"""Patch the fused elementwise functions in ``megatron.core.fusions``.
 
 The functions are bias_gelu, bias_geglu, bias_swiglu and bias_dropout. Also patches ``megatron.core.jit``,
 whose ``jit_fuser`` compiles them upstream.
@@ -41,7 +41,9 @@ constant(
     ),
 )
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``."""
+    """Compute GEGLU: map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]`` (or ``[t,
+    h]``).
+    """
     return activation.geglu(input, bias)
 
 
@@ -49,7 +51,8 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 def bias_swiglu_impl(
     original: Callable[..., Tensor], input: Tensor, bias: Tensor | None, *options: Any, **named: Any
 ) -> Tensor:
-    """Map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]``.
+    """Compute SwiGLU: map ``[s, b, 2h]`` (or ``[t, 2h]``) and the bias ``[2h]`` to ``[s, b, h]`` (or ``[t,
+    h]``).
 
     Upstream handles the calls that store the input in fp8, or move it to the host, for the backward pass.
     """
@@ -60,7 +63,7 @@ def bias_swiglu_impl(
 
 @replace(f"{_SWIGLU}:swiglu", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu(y: Tensor) -> Tensor:
-    """Map ``[t, 2h]`` to ``[t, h]``.
+    """Compute SwiGLU: map ``[t, 2h]`` to ``[t, h]``.
 
     The weighted variant for MoE calls this function.
     """
@@ -69,7 +72,7 @@ def swiglu(y: Tensor) -> Tensor:
 
 @replace(f"{_SWIGLU}:swiglu_back", devices=WITHOUT_CUDA, why=_WHY_SWIGLU)
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """Return the gradient of ``swiglu`` for ``y``.
+    """Return the gradient of ``swiglu`` with respect to its input ``y``.
 
     The weighted variant for MoE calls this function.
     """
@@ -91,7 +94,7 @@ _bias_dropout_add = partial(
 def bias_dropout_add(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
 ) -> Tensor:
-    """Add ``[s, b, h]`` and the bias ``[h]``, after dropout, to the residual ``[s, b, h]``."""
+    """Return ``residual + dropout(x + bias)`` for ``[s, b, h]`` tensors and a bias ``[h]``."""
     x, bias = x_with_bias
     return dropout.bias_dropout_add(x, bias, residual, prob, training)
 
@@ -118,7 +121,7 @@ def bias_dropout_add_in_residual_dtype(
 def bias_dropout_add_in_training(
     x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float
 ) -> Tensor:
-    """Compute this version's ``_bias_dropout_add_func`` in training."""
+    """Compute what this version's ``_bias_dropout_add_func`` computes in training."""
     from megatron.core.fusions import fused_bias_dropout
 
     x, bias = x_with_bias

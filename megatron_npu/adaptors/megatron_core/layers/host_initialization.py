@@ -1,4 +1,4 @@
-"""Initialize weights that upstream creates on the host on every device.
+"""Initialize the weights that upstream creates on the host with the same values on every device.
 
 Such weights are positions, routers and plain linear layers. Patches ``models.common.embeddings``,
 ``transformer.moe.router`` and ``transformer.utils``. On an NPU or a GPU, these weights come from the host's
@@ -47,7 +47,7 @@ def reset_router(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 @_on_cpu("megatron.core.models.common.embeddings.relative_pos_embedding:RelativePositionEmbedding.__init__")
 @_on_cpu("megatron.core.transformer.utils:get_linear_layer")
 def make_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create T5's relative positions or a layer of BERT's heads on the host.
+    """Create the relative positions of T5, or one layer of BERT's heads, on the host.
 
     Their calls have no configuration.
     """

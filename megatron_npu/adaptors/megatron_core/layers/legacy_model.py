@@ -1,4 +1,4 @@
-"""Replace the GPT model that ``tasks/main.py`` builds, in ``megatron.legacy.model`` (before 0.13)."""
+"""Replace the GPT model that ``tasks/main.py`` builds from ``megatron.legacy.model`` (before 0.13)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_npu.adaptors.megatron_core.decorators import wrap
     until="0.13, which has no such tasks",
 )
 def model_of_the_flags(original: type) -> type:
-    """Build the same model as ``pretrain_gpt.py``, unless ``--use-legacy-models`` is given."""
+    """Build the model that ``pretrain_gpt.py`` builds, unless ``--use-legacy-models`` is given."""
 
     class GPTModel(original):
-        """Select upstream's legacy GPT model, or the GPT model of megatron-core."""
+        """Select the GPT model: upstream's legacy model, or that of megatron-core."""
 
         def __new__(
             cls,
@@ -42,7 +42,7 @@ def model_of_the_flags(original: type) -> type:
 
 
 def _core_model(parallel_output: bool, pre_process: bool, post_process: bool) -> Any:
-    """Build the model of ``pretrain_gpt.py``.
+    """Build the model that ``pretrain_gpt.py`` builds.
 
     Its logits are ``[b, s, v]``, as in the legacy model.
 

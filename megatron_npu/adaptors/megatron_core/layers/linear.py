@@ -1,4 +1,4 @@
-"""Reduce the overhead of linear layers when no gradients are needed, as in generation.
+"""Reduce the overhead of linear layers if no gradients are needed, as in text generation.
 
 Patches ``tensor_parallel.layers``.
 """
@@ -35,7 +35,9 @@ def without_gradients(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Multiply ``[s, b, i]`` by a weight ``[o, i]`` with upstream's two operations, bypassing its wrapper."""
+    """Multiply ``[s, b, i]`` by a weight ``[o, i]``, calling upstream's two operations without their
+    wrapper.
+    """
     shared = len(args) > 3 or kwargs.get("gtp_remat_size", 1) > 1  # since 0.19; before, a group had its place
     dtype = kwargs.get("output_dtype")  # since 0.20, of logits
     mixed = dtype not in (None, input.dtype)

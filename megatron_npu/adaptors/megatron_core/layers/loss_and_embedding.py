@@ -1,4 +1,4 @@
-"""Patch vocabulary-parallel cross entropy, its fused variant, and the embedding.
+"""Patch the vocabulary-parallel cross-entropy, its fused variant, and the embedding.
 
 Patches ``tensor_parallel.cross_entropy``, ``fusions.fused_cross_entropy`` and ``tensor_parallel.layers``.
 """
@@ -36,7 +36,7 @@ _cross_entropy = partial(
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Map logits ``[s, b, v/p]`` and targets ``[s, b]`` to the loss ``[s, b]`` in fp32."""
+    """Compute the loss ``[s, b]`` in fp32 from logits ``[s, b, v/p]`` and targets ``[s, b]``."""
     return vocab_parallel_cross_entropy_of_group(vocab_parallel_logits, target, label_smoothing)
 
 
@@ -47,7 +47,9 @@ def vocab_parallel_cross_entropy_of_group(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute ``vocab_parallel_cross_entropy`` over the given group, if there is one."""
+    """Compute ``vocab_parallel_cross_entropy`` over the given group, or over the default group if none is
+    given.
+    """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     group = get_tensor_model_parallel_group() if tp_group is None else tp_group
@@ -83,7 +85,9 @@ def _loss(logits: Tensor, target: Tensor, group: ProcessGroup, label_smoothing: 
     "the device's",
 )
 def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Draw the whole weight from the host's generator, with equal values on all tensor-parallel ranks."""
+    """Draw the whole weight with the host's generator, so that all tensor-parallel ranks draw the same
+    values.
+    """
     with devices.current().host_rng():
         return original(*args, **kwargs)
 
@@ -94,7 +98,8 @@ def initialize_on_host(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     "torch sums the gradients of a frequent token in 16 bits",
 )
 def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Tensor) -> Tensor:
-    """Map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence parallelism.
+    """Look up embeddings: map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / tp, b, h]`` under sequence
+    parallelism.
 
     The parts of the ranks are combined as in upstream; upstream's deterministic mode keeps its own lookup.
     """
@@ -112,7 +117,7 @@ def embed_without_waiting(original: Callable[..., Tensor], self: Any, input_: Te
 
 
 def _reads_otherwise(embedding: Any) -> bool:
-    """Return True if this embedding needs upstream's code.
+    """Return True if this embedding must be computed by upstream's code.
 
     This is the case if more ranks share the weight (0.19), or if inference has its own reduction (0.18).
     """

@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.transformer.torch_norm``, which contains the norm of every local spec."""
+"""Patch ``megatron.core.transformer.torch_norm``, which contains the norm that local layer specs use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Norm(torch.nn.Module):
             torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[..., h]``.
+        """Apply the norm to ``[..., h]``.
 
         For an fp32 residual, the result has the dtype of 16-bit weights.
         """

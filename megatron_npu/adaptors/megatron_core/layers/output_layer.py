@@ -1,4 +1,4 @@
-"""Fuse the output layer and the loss, so that the logits of all tokens are never in memory at once.
+"""Fuse the output layer and the loss, so that the logits of all tokens are never in memory together.
 
 On a cpu, this is faster and always done. Elsewhere it saves memory and is enabled by
 ``--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear``. Upstream's development branch supports
@@ -32,7 +32,7 @@ _TOKENS_AT_ONCE = 128  # of each sample
 
 
 class Factors(NamedTuple):
-    """The hidden states and the weight whose product is the logits.
+    """The hidden states and the output layer's weight, which are multiplied to compute the logits.
 
     Both are passed to the loss instead of the logits.
 
@@ -49,7 +49,7 @@ class Factors(NamedTuple):
 
 @around("megatron.core.models.gpt.gpt_model:GPTModel.forward", why=_WHY)
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the loss without the full logits, if no other code needs the logits."""
+    """Compute the loss without the full logits, if no other code needs them."""
     labels = args[4] if len(args) > 4 else kwargs.get("labels")
     others = kwargs.get("output_processor")  # since 0.18 the caller's own, in place of logits and loss
     if labels is None or others is not None or not self.post_process:
@@ -91,7 +91,7 @@ _ASK_FOR_LOGITS = {
 
 
 def _beyond(model: Any, runtime_gather_output: bool | None) -> str | None:
-    """Return the reason why the logits are needed or why the output layer is not supported, or None."""
+    """Return the reason why logits are needed or the output layer is not supported, or None."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = model.output_layer
@@ -125,7 +125,7 @@ def _beyond_run(config: Any) -> str | None:
 
 @contextlib.contextmanager
 def _product_put_off(layer: Any) -> Iterator[None]:
-    """Make ``layer`` return the factors of its matmul within the block.
+    """Make ``layer`` return the factors of its matmul, instead of the product, inside the ``with`` block.
 
     Hooks on the layer still run.
     """
@@ -152,7 +152,7 @@ def _factors(
 def compute_language_model_loss(
     original: Callable[..., Tensor], self: Any, labels: Tensor, logits: Tensor | Factors
 ) -> Tensor:
-    """Compute the fp32 loss ``[b, s]`` from labels and logits ``[s, b, v / tp]``, or from the logits'
+    """Compute the fp32 loss ``[b, s]`` from labels and either the logits ``[s, b, v / tp]`` or their
     factors.
     """
     if isinstance(logits, Factors):
@@ -187,7 +187,8 @@ def count_right_further_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Count the additional tokens ``[b, s]`` that are predicted correctly, and all additional tokens.
+    """Count the additional tokens ``[b, s]`` that are predicted correctly, and the total number of additional
+    tokens.
 
     The matmul is computed again (upstream has its result), in blocks of the sequence, so that it requires no
     more memory than the loss.
@@ -217,7 +218,7 @@ def _group(layer: Any) -> Any:
 
 
 def _of_all_ranks(factors: Factors) -> Tensor:
-    """Gather ``[s, b, h]`` from all tensor-parallel ranks.
+    """Gather the hidden states ``[s, b, h]`` from all tensor-parallel ranks.
 
     The gradient is summed over the ranks.
     """

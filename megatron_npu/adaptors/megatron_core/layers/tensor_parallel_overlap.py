@@ -1,4 +1,4 @@
-"""Support ``--tp-comm-overlap`` on an NPU with matmuls that are fused with communication.
+"""Support ``--tp-comm-overlap`` on an NPU, with matmuls that are fused with their communication.
 
 The fused matmuls are used in place of TransformerEngine's buffers. Patches ``tensor_parallel.layers`` and
 ``transformer.transformer_config`` of ``megatron.core``, and ``megatron.training.initialize``.
@@ -37,7 +37,9 @@ def overlapped_column(
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Map ``[s / tp, b, h]`` to ``[s, b, h_out / tp]``."""
+    """Compute a column-parallel layer while gathering its input: map ``[s / tp, b, h]`` to ``[s, b, h_out
+    / tp]``.
+    """
     factor = self.weight if weight is None else weight
     deferred = self.config.defer_embedding_wgrad_compute and self.grad_output_buffer is not None
     if deferred or not _asked(self, "tp_comm_overlap_ag") or not _taken(self, factor):
@@ -48,7 +50,9 @@ def overlapped_column(
 
 @_overlapped("megatron.core.tensor_parallel.layers:RowParallelLinear.forward")
 def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Map ``[s, b, h_in / tp]`` to ``[s / tp, b, h]``."""
+    """Compute a row-parallel layer while scattering its output: map ``[s, b, h_in / tp]`` to ``[s / tp,
+    b, h]``.
+    """
     if not _asked(self, "tp_comm_overlap_rs") or not _taken(self, self.weight):
         return original(self, input_)
     gradient = _weight_gradient(self, self.weight)
@@ -56,7 +60,7 @@ def overlapped_row(original: Callable[..., tuple], self: Any, input_: Tensor) ->
 
 
 def _asked(layer: Any, kind: str) -> bool:
-    """Return True if the flags request overlap for a layer.
+    """Return True if the flags request overlapped communication for a layer.
 
     ``kind`` is the option for gathering or scattering.
     """
@@ -67,7 +71,7 @@ def _asked(layer: Any, kind: str) -> bool:
 
 
 def _taken(layer: Any, weight: Tensor) -> bool:
-    """Return True if the operations support a layer.
+    """Return True if the fused operations support a layer.
 
     Otherwise, report that they do not.
 
@@ -101,7 +105,7 @@ def _with_bias(layer: Any, output: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
-    """Return the function that computes a weight's gradient.
+    """Return the function that computes the gradient of a layer's weight.
 
     Like upstream, the function accumulates into the weight's gradient buffer if there is one.
     """
@@ -128,13 +132,13 @@ def _weight_gradient(layer: Any, weight: Any) -> parallel_linear.WeightGradient:
     order=1,
 )
 def configure_overlap(original: Callable[[Any], None], self: Any) -> None:
-    """Reject a configuration in which no layer could overlap its communication."""
+    """Reject a configuration in which no layer is able to overlap its communication with computation."""
     refuse_no_overlap(self)
     original(self)
 
 
 def refuse_no_overlap(config: Any) -> None:
-    """Check that an NPU can apply the ``--tp-comm-overlap`` of a ``TransformerConfig``.
+    """Check that an NPU can apply the ``--tp-comm-overlap`` option of a ``TransformerConfig``.
 
     Raises:
         UsageError: the option cannot have any effect.

@@ -34,14 +34,14 @@ _in_layers = partial(around, devices=("npu", "cuda"), condition=upstream_compile
 
 @_in_layers("megatron.core.transformer.transformer_block:TransformerBlock._build_layers", order=1)
 def of_a_block(original: Callable[[Any], None], self: Any) -> None:
-    """Fuse biases into matmuls and residual additions into norms, across the layers of a block."""
+    """Fuse biases into matmuls, and residual additions into norms, in and between the layers of a block."""
     original(self)
     _connect(self.layers, self.final_layernorm, self.config)
 
 
 @_in_layers("megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers")
 def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Fuse biases and residual additions in the layer or hybrid stack that predicts an additional token."""
+    """Fuse biases and residual additions in the layers for multi-token prediction."""
     original(self, *args, **kwargs)
     for each in self.layers:
         inner = getattr(each, "mtp_model_layer", None) or each.transformer_layer
@@ -51,15 +51,15 @@ def of_predictions(original: Callable[..., None], self: Any, *args: Any, **kwarg
 @_in_layers("megatron.core.ssm.mamba_block:MambaStack.__init__", versions="<0.18")
 @_in_layers("megatron.core.models.hybrid.hybrid_block:HybridStack.__init__", versions=">=0.18")
 def of_a_hybrid(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Fuse biases and residual additions in layers that have only attention, an MLP or a state space
-    model.
+    """Fuse biases and residual additions in layers of hybrid models, which contain attention, an MLP or a
+    state-space model.
     """
     original(self, *args, **kwargs)
     _connect(self.layers, getattr(self, "final_norm", None), self.config)
 
 
 def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
-    """Make matmuls add the layers' biases, and register the norm that reads each residual sum.
+    """Make matmuls add the biases of the layers, and register the norm that reads each residual sum.
 
     Args:
         layers: consecutive layers, which add their residuals themselves.
@@ -77,7 +77,9 @@ def _connect(layers: Iterable[Any], final: Any, config: Any) -> None:
 
 
 def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
-    """Register the norm that reads the sum of each part of a layer, if the part may compute that norm too."""
+    """Register the norm that reads the output of each part of a layer, for parts that can also compute
+    that norm.
+    """
     apart = not residual_norms.without_recomputation(config.recompute_granularity)  # recomputed one by one
     mlp_again = "mlp" in (config.recompute_modules or ())
     parts = [part for layer in layers for part in _parts(layer, mlp_again)]
@@ -87,7 +89,7 @@ def _tell_norms(layers: list[Any], final: Any, config: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """Part of a layer that adds to the residual sum: attention, an MLP or a state space model.
+    """A part of a layer that adds to the residual: attention, an MLP or a state-space model.
 
     Attributes:
         layer: the layer that the part belongs to.
@@ -103,7 +105,7 @@ class _Part(NamedTuple):
 
 
 def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
-    """Yield the parts of a layer.
+    """Yield the parts of a layer that add to the residual.
 
     ``mlp_again`` is True if MLPs are recomputed.
     """
@@ -120,7 +122,7 @@ def _parts(layer: Any, mlp_again: bool) -> Iterator[_Part]:
 
 
 def _moves_inputs_of_norms(config: Any) -> bool:
-    """Return True if norm inputs are offloaded (since 0.16).
+    """Return True if the inputs of norms are offloaded (possible since 0.16).
 
     Fused residual sums would prevent this.
     """
@@ -130,12 +132,12 @@ def _moves_inputs_of_norms(config: Any) -> bool:
 
 
 def _passes_on(layer: Any, part: str) -> bool:
-    """Return True if ``part`` of a layer is only an identity."""
+    """Return True if the submodule ``part`` of a layer is merely an identity."""
     return type(getattr(layer, part, None)).__name__ == "IdentityOp"
 
 
 def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> Any:
-    """Return the norm ``part`` of a layer.
+    """Return the norm with the attribute name ``part`` in a layer.
 
     With TransformerEngine's names, the layer ``linear`` includes the norm.
 
@@ -149,7 +151,8 @@ def _norm_of(layer: Any, part: str, linear: str, recomputed: bool = False) -> An
 
 
 def _let_products_add_biases(layer: Any) -> None:
-    """Make linear layers with TransformerEngine's names, except experts, add their own biases.
+    """Make each layer that replaces one of TransformerEngine's linear layers add its own bias, except in
+    experts.
 
     Callers of experts first scale the second layer's bias by the router's probability.
     """
@@ -161,7 +164,7 @@ def _let_products_add_biases(layer: Any) -> None:
 
 
 def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
-    """Make the addition ``where`` of a layer also compute ``norm``.
+    """Make the residual addition called ``where`` in a layer also compute ``norm``.
 
     The addition must be upstream's function, and the norm ours.
 
@@ -178,7 +181,7 @@ def _tell(layer: Any, where: str, norm: Any, *, here: bool) -> None:
 
 
 class _SumForNorm:
-    """Replacement for ``get_bias_dropout_add`` at one residual addition of a layer.
+    """Replacement for ``get_bias_dropout_add`` in one residual addition of a layer.
 
     Args:
         norm: the norm that will read the sum.
@@ -190,7 +193,7 @@ class _SumForNorm:
         self.norm, self.here = norm, here
 
     def __call__(self, training: bool, fused: bool) -> Add:
-        """Return the function that adds the residual.
+        """Return the function that adds the residual and, if possible, also computes the norm.
 
         In inference or without --bias-dropout-fusion, it is upstream's own.
         """

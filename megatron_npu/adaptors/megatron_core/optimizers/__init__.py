@@ -1,1 +1,1 @@
-"""Patch optimizers, including the distributed optimizer, and the sharding of weights."""
+"""Patch the optimizers, including the distributed optimizer, and the sharding of weights."""

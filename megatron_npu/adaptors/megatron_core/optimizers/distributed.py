@@ -15,7 +15,8 @@ from megatron_npu.adaptors.shared import gradients
     why=gradients.WHY,
 )
 def add_vectors_together(original: Callable[..., Any], self: Any, param: Any) -> Callable[..., None]:
-    """Add vector gradients at the end of the backward pass, and update only the table rows that were read.
+    """Add the gradients of vectors at the end of the backward pass, and update only the table rows that were
+    read.
 
     This is not done with --overlap-grad-reduce, which sends a part of the buffer as soon as it is complete.
     """

@@ -1,4 +1,4 @@
-"""Match parameter groups on load even if their learning rates have changed (since 0.19).
+"""Match parameter groups when loading a checkpoint even if their learning rates have changed (since 0.19).
 
 Upstream matches a saved group by everything that a user can set for a group. The checkpoint of a run that
 continues with another rate, as ``--override-opt_param-scheduler`` allows, contains no such group.
@@ -35,7 +35,9 @@ def find_groups(
     current_groups: list[dict[str, Any]],
     state_dict_groups: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Ignore learning rates in the comparison if the run and the checkpoint have different learning rates."""
+    """Ignore learning rates when matching groups, if the run and the checkpoint have different learning
+    rates.
+    """
     with _without_rates(f"{_OPTIMIZER}.optimizer", current_groups, state_dict_groups):
         found = original(current_groups, state_dict_groups)
     forget_places(found)
@@ -44,7 +46,7 @@ def find_groups(
 
 @_found(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.load_state_dict")
 def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> Any:
-    """Load a state whose learning rates may differ from the learning rates of the run."""
+    """Load a state in which the learning rates may differ from those of the run."""
     saved = state_dict.get("optimizer", {}).get("param_groups", [])  # none with Megatron's FSDP
     try:
         with _without_rates(f"{_OPTIMIZER}.distrib_optimizer", self.optimizer.param_groups, saved):
@@ -55,7 +57,7 @@ def load_groups(original: Callable[..., Any], self: Any, state_dict: dict[str, A
 
 @contextlib.contextmanager
 def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Iterator[None]:
-    """Make ``module`` match groups by fewer keys within the block, if matching by all keys fails."""
+    """Make ``module`` match groups by fewer keys inside the ``with`` block, if matching by all keys fails."""
     holder = importlib.import_module(module)
     keys = getattr(holder, _KEYS)
     fewer = tuple(key for key in keys if key not in _RATES)
@@ -70,7 +72,7 @@ def _without_rates(module: str, current: list[dict[str, Any]], saved: list[dict[
 def by_places(
     holder: Any, fewer: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> Iterator[None]:
-    """Match groups by fewer keys within the block, and by position among groups with equal keys.
+    """Match groups by fewer keys inside the ``with`` block, and by position among groups with equal keys.
 
     Positions are counted among groups that differ only in their rates; these groups are created in the order
     of their overrides, with the flags' own rates first. If the number of saved groups differs, nothing is
@@ -92,18 +94,18 @@ def by_places(
 
 
 def are_found(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return True if each group matches a saved group with these keys."""
+    """Return True if each of the run's groups has the same values of the given keys as a saved group."""
     return set(_marks(keys, current)) <= set(_marks(keys, saved))
 
 
 def _are_alike(keys: tuple[str, ...], current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> bool:
-    """Return True if the checkpoint has as many groups of each kind as this run."""
+    """Return True if the checkpoint contains as many groups of each kind as this run."""
     counts = Counter(_marks(keys, saved))
     return all(counts[mark] == count for mark, count in Counter(_marks(keys, current)).items())
 
 
 def _note_places(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> None:
-    """Store in each group how many groups of the same kind precede it."""
+    """Store, in each group, the number of preceding groups of the same kind."""
     before: Counter[tuple[Any, ...]] = Counter()
     for group, mark in zip(groups, _marks(keys, groups), strict=True):
         group[_PLACE] = before[mark]
@@ -117,7 +119,7 @@ def forget_places(groups: list[dict[str, Any]]) -> None:
 
 
 def _marks(keys: tuple[str, ...], groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return each group's values of ``keys`` as upstream compares them.
+    """Return the values of ``keys`` in each group, in the form that upstream uses for comparisons.
 
     NeMo adds prefixes to the names.
     """

@@ -34,7 +34,7 @@ _WRAPPER = "module."  # what each wrapper puts before a weight's name
 def multiply_before_reduction(
     original: Callable[..., Any], grad_data: Tensor, scaling_factor: float | None, ddp_config: Any
 ) -> Any:
-    """Make upstream itself scale the gradients, as with ``--no-gradient-reduce-div-fusion``."""
+    """Make upstream scale the gradients before the reduction, as with ``--no-gradient-reduce-div-fusion``."""
     config = dataclasses.replace(ddp_config, gradient_reduce_div_fusion=False)
     return original(grad_data, scaling_factor, config)
 
@@ -79,7 +79,7 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
 def names_from_mesh(
     original: Callable[..., list[str]], device_mesh: meshes.DeviceMesh | None = None
 ) -> list[str]:
-    """Return the dimension names that the mesh contains, as upstream does since 0.15."""
+    """Return those dimension names that the device mesh contains, as upstream does since 0.15."""
     if device_mesh is None or hasattr(meshes._mesh_resources, "child_to_root_mapping"):
         return original(device_mesh)
     own = list(device_mesh.mesh_dim_names or ())
@@ -88,7 +88,7 @@ def names_from_mesh(
 
 
 class Mesh:
-    """Replacement for ``DeviceMesh``, of which upstream uses only ``from_group``."""
+    """Replacement for ``DeviceMesh`` that provides only the method ``from_group``, which upstream uses."""
 
     @staticmethod
     def from_group(group: ProcessGroup | list[ProcessGroup], device_type: str, **options: Any) -> DeviceMesh:
@@ -115,7 +115,7 @@ constant(
 def accept_force_all_reduce(
     original: Callable[[Any], None], self: Any, force_all_reduce: bool = False
 ) -> None:
-    """Accept ``force_all_reduce`` and ignore it, because this method reduces no gradients."""
+    """Accept the argument ``force_all_reduce`` but ignore it, because this method reduces no gradients."""
     original(self)
 
 
@@ -130,19 +130,21 @@ def accept_force_all_reduce(
     ),
 )
 def cut_whatever_the_wrappers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Shard a view of the model that finds weights whatever the number of wrappers."""
+    """Shard a view of the model in which weights are found regardless of how many wrappers enclose the
+    model.
+    """
     return original(_Parameters(model), *args, **kwargs)
 
 
 class _Parameters:
-    """View of a model that looks up parameters whatever the number of wrappers."""
+    """View of a model that finds parameters by name regardless of how many wrappers enclose the model."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.named_modules = model.config, model.named_modules
         self._found = {name.rpartition(_WRAPPER)[2]: own for name, own in model.named_parameters()}
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter by its name, ignoring the wrappers in the name."""
+        """Return the parameter with the given name, ignoring parts of the name that come from wrappers."""
         return self._found[name.rpartition(_WRAPPER)[2]]
 
 
@@ -156,5 +158,5 @@ class _Parameters:
 def know_shards_again(
     original: Callable[[Iterable[Tensor]], dict[int, int]], optim_params_iter: Iterable[Tensor]
 ) -> dict[int, int]:
-    """Pass the shards themselves to upstream's function, as for the weights."""
+    """Pass the shards to upstream's function, which already receives the shards of the weights."""
     return original([getattr(parameter, "_local_tensor", parameter) for parameter in optim_params_iter])

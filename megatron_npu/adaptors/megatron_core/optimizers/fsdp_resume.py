@@ -1,4 +1,4 @@
-"""Support resuming with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats.
+"""Support resuming a run with torch's FSDP2 (``--use-torch-fsdp2``), in both checkpoint formats.
 
 Patches ``core.optimizer.optimizer`` and ``training.checkpointing`` of ``megatron``.
 """
@@ -28,7 +28,7 @@ _resume = partial(
 
 @dataclass
 class _Load:
-    """One call of ``load_checkpoint``, with the optimizer state that it has read."""
+    """A call of ``load_checkpoint`` in progress, with the optimizer state that it has read."""
 
     optimizer_state: Any = None
 
@@ -62,7 +62,7 @@ def keep_the_state(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Store the optimizer state from the checkpoint if it is to be loaded."""
+    """Keep the optimizer state from the checkpoint if it is to be loaded."""
     result = original(load_dir, args, rank0, *rest, **kwargs)
     load = _LOAD.get()
     if load is not None and not rank0:
@@ -75,7 +75,9 @@ def keep_the_state(
 def restore_the_step_count(
     original: Callable[..., Any], ddp_model: Any, optimizer: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Restore each group's step count from the checkpoint if upstream skips load_state_dict."""
+    """Restore the step count of each parameter group from the checkpoint if upstream skips
+    ``load_state_dict``.
+    """
     given = inspect.signature(original).bind(ddp_model, optimizer, *rest, **kwargs).arguments
     load = _Load()
     token = _LOAD.set(load)
@@ -98,7 +100,7 @@ def _as_saved(ours: list[dict[str, Any]], state: list[dict[str, Any]]) -> list[d
 
 
 def _pairs(optimizer: Any, state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each optimizer of a chained optimizer with its groups in the checkpoint."""
+    """Yield each optimizer of a chained optimizer together with its groups in the checkpoint."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, each in enumerate(chain):
         own = state if len(chain) == 1 else state[number]

@@ -1,4 +1,4 @@
-"""Fuse Adam's step on a GPU with gradient clipping and the rounding of weights.
+"""Fuse Adam's step on a GPU with gradient clipping and with the rounding of weights to 16 bits.
 
 Patches ``optimizer.clip_grads`` and ``optimizer.optimizer``. Without the fusion, each of these is another
 pass over all parameters, of 8 and 6 bytes per parameter, in addition to the step's 28.
@@ -48,7 +48,7 @@ def clip_in_the_step(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Defer gradient clipping to the next step of an optimizer that has exactly these parameters.
+    """Defer gradient clipping to the optimizer's next step, if an optimizer has exactly the given parameters.
 
     The gradients are not changed; they are zeroed before they are read again.
     """
@@ -64,7 +64,7 @@ def clip_in_the_step(
 
 
 def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
-    """Return the optimizer whose parameters with a gradient are exactly these, or None."""
+    """Return the optimizer whose parameters with a gradient are exactly the given ones, or None."""
     given = {parameter for parameter in parameters if parameter.grad is not None}
     found = {getattr(parameter, _IS_OF, None) for parameter in given}
     reference = found.pop() if len(found) == 1 else None
@@ -80,7 +80,7 @@ def _optimizer_of(parameters: Iterable[Any]) -> FusedAdam | None:
     why="main weights are read again to be rounded; our kernel rounds them during the optimizer step",
 )
 def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
-    """Register the 16-bit weights that correspond to Adam's fp32 main weights."""
+    """Register the 16-bit weights that belong to Adam's fp32 main weights."""
     adam = self.optimizer
     if type(adam) is not FusedAdam or not adam_update.has_kernel(_first_of(adam)):
         return original(self)
@@ -92,7 +92,7 @@ def step_with_copies(original: Callable[[Any], bool], self: Any) -> bool:
 
 
 class _Copies(NamedTuple):
-    """Map from main weights to 16-bit weights, and the tensors from which it was built."""
+    """A map from main weights to 16-bit weights, with the tensors from which it was built."""
 
     of: Mapping[Tensor, Tensor]
     made_of: list[Tensor]
@@ -128,7 +128,7 @@ def _first_of(adam: FusedAdam) -> Tensor:
     why="the optimizer step has already rounded them",
 )
 def copy_what_is_left(original: Callable[[Any], None], self: Any) -> None:
-    """Round the main weights to 16 bits unless the preceding step has already done so."""
+    """Round the main weights to 16 bits, unless the preceding step has already done this."""
     written: frozenset[Tensor] = getattr(self.optimizer, "written", frozenset())
     if not all(main in written for mains in self.fp32_from_float16_groups for main in mains):
         original(self)

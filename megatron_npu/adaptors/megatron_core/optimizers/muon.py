@@ -25,7 +25,7 @@ _RENAMED = (
 
 
 def names_fit() -> str | None:
-    """Return the reason why no argument needs to be renamed, or None if one must be renamed.
+    """Return the reason why the argument names of upstream need no change, or None if they need one.
 
     The reason is that the package is not installed, or is as old as megatron-core 0.16.
     """
@@ -45,7 +45,7 @@ def names_fit() -> str | None:
     until="0.17, which uses the new name",
 )
 def with_the_new_name(original: type) -> type:
-    """Return the class with an intermediate base class that renames the argument."""
+    """Return the class with an additional base class that renames the argument."""
 
     base: Any = original.__bases__[0]
 
@@ -64,7 +64,7 @@ def with_the_new_name(original: type) -> type:
     until="0.17, which uses the new name",
 )
 def newton_schulz(original: Callable[..., Tensor], x: Tensor, *, mode: str, **kwargs: Any) -> Tensor:
-    """Orthogonalize ``[rows, columns]``.
+    """Orthogonalize a matrix ``[rows, columns]`` by Newton-Schulz iteration.
 
     ``mode`` is the argument that is now called ``tp_mode``.
     """
@@ -95,7 +95,7 @@ def broadcast_params(original: Callable[..., None], self: Any) -> None:
     ),
 )
 def sharded_state_dict(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make fp32 optimizers return their state in the form of 16-bit optimizers while it is collected."""
+    """Make fp32 optimizers return their state in the form of 16-bit optimizers while upstream collects it."""
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
     chained = self.chained_optimizers
@@ -129,7 +129,7 @@ def _under_a_name(make: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 def around_each(
     original: Callable[..., None], self: Any, optimizers: list[Any], config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap each fp32 optimizer in Megatron's optimizer class, as 0.17 did."""
+    """Wrap each fp32 optimizer in Megatron's optimizer class, as 0.17 does."""
     from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
     named = inspect.signature(original).bind(self, optimizers, config, *args, **kwargs).arguments
@@ -143,7 +143,7 @@ def around_each(
 
 
 def package_not_taken() -> str | None:
-    """Return the reason why the package's compiled functions can be kept, or None.
+    """Return the reason why the compiled functions of the optimizer package can be kept, or None.
 
     The reason is that megatron-core has not imported the package's Lion.
     """
@@ -166,7 +166,9 @@ _uncompiled = functools.partial(
 @_uncompiled("megatron.core.optimizer:get_megatron_optimizer", versions=">=0.17")
 @_uncompiled("megatron.core.optimizer.muon:get_megatron_muon_optimizer", versions=">=0.17,<0.18")
 def without_compiler(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace the package's compiled functions by the uncompiled originals, which give the same results."""
+    """Replace the compiled functions of the optimizer package with the originals, which give the same
+    results.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == _PACKAGE:
             for attribute, value in list(vars(module).items()):

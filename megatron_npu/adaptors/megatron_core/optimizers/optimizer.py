@@ -1,4 +1,4 @@
-"""Patch ``megatron.core.optimizer`` to use our Adam and SGD, which support its checkpoints.
+"""Patch ``megatron.core.optimizer`` to use our Adam and SGD, which can load and save its checkpoints.
 
 Also patches multi-tensor calls (``optimizer.optimizer``, ``optimizer.clip_grads``) and
 --optimizer-cpu-offload (``optimizer.cpu_offloading``).
@@ -64,7 +64,7 @@ _without_apex(
 def set_main_param_without_grad(
     original: Callable[..., None], self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Run upstream's method under ``torch.no_grad``, and only for tensors."""
+    """Run upstream's method without gradients, and only on tensors."""
     with torch.no_grad():
         original(self, model_param, {name: t for name, t in tensors.items() if torch.is_tensor(t)})
 
@@ -83,7 +83,7 @@ def offload_nothing_on_a_cpu(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Disable offloading on a CPU, where all weights are already in host memory."""
+    """Disable optimizer offloading on a CPU, where all weights are already in host memory."""
     if offload_fraction:
         dispatch.report_fallback(
             "optimizer-cpu-offload", "everything is already in host memory", "moves nothing"
@@ -103,7 +103,7 @@ _saving = functools.partial(
 @_saving(f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.sharded_state_dict")
 @_saving(f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict")
 def with_states(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create missing optimizer states before upstream's function runs."""
+    """Create missing optimizer states before calling upstream's function."""
     if not self.optimizer.state and self.init_state_fn is not None:  # an offloaded one makes them itself
         self.init_state_fn(self.optimizer, self.config)
     return original(self, *args, **kwargs)

@@ -22,7 +22,7 @@ _NAME = "transformer_engine.pytorch.optimizers"
 
 
 class _OursToKeep(int):
-    """Integer that is false but makes our Adam store parameter remainders.
+    """An integer that upstream treats as false but that makes our Adam store the remainders of parameters.
 
     Upstream disables the option. As a field of the configuration, the value is part of every copy
     (``dataclasses.replace``).
@@ -31,7 +31,9 @@ class _OursToKeep(int):
 
 @contextmanager
 def _importable_from_transformer_engine() -> Iterator[None]:
-    """Make our ``FusedAdam`` importable from TransformerEngine, which is not installed, within the block."""
+    """Make our ``FusedAdam`` importable from TransformerEngine, which is not installed, inside the
+    ``with`` block.
+    """
     parts = _NAME.split(".")
     modules = {".".join(parts[: i + 1]): ModuleType(".".join(parts[: i + 1])) for i in range(len(parts))}
     modules[parts[0]].__version__ = "0.0.0"  # type: ignore[attr-defined]  # as 0.18 says of an absent one
@@ -53,7 +55,8 @@ def _importable_from_transformer_engine() -> Iterator[None]:
     "ours, which takes its place where TransformerEngine is absent, keeps the tensors",
 )
 def configure_with_our_adam(original: Callable[[Any], None], self: Any) -> None:
-    """Make upstream inspect our Adam, and store a request for remainders that upstream would disable.
+    """Make upstream inspect our Adam, and preserve the user's request for remainders, which upstream would
+    disable.
 
     Raises:
         UsageError: a state has a dtype that our Adam does not support.

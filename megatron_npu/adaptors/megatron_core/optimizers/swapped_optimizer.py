@@ -16,7 +16,7 @@ from megatron_npu.options import memory_flags
 
 
 def tell_adam(args: Namespace) -> None:
-    """Enable swapping in Adam, or reject the flag.
+    """Enable the swapping of moments in Adam, or reject the flag.
 
     Raises:
         UsageError: the flag is not supported here.
@@ -42,7 +42,7 @@ def make_moments_by_ourselves(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _initialize(adam: FusedAdam, config: Any = None) -> None:
-    """Create missing optimizer states.
+    """Create the optimizer states that are missing.
 
     The arguments are those of upstream's function.
     """

@@ -1,1 +1,1 @@
-"""Add, reject and read flags of the stock scripts."""
+"""Add, reject and read command-line flags of the stock scripts."""

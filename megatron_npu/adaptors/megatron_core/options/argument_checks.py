@@ -45,7 +45,7 @@ _NEVER = 2**31 - 1  # iterations between two evaluations: more than any run has
 
 
 class Check(NamedTuple):
-    """Check or change of the arguments that runs before upstream validates them.
+    """A function that checks or changes the arguments before upstream validates them.
 
     Attributes:
         run: changes the arguments, or raises a UsageError.
@@ -80,7 +80,7 @@ def check_precision_aware_optimizer(args: argparse.Namespace) -> None:
 
 
 def name_the_rerun_mode(args: argparse.Namespace) -> None:
-    """Rename --rerun-mode report_stats to the value that upstream's state machine uses."""
+    """Replace the value report_stats of --rerun-mode with the value that upstream's state machine uses."""
     if args.rerun_mode == "report_stats":
         args.rerun_mode = "report_determinism_stats"
 
@@ -97,7 +97,7 @@ def evaluate_at_the_end_alone(args: argparse.Namespace) -> None:
 
 
 def tell_factors_without_effect(args: argparse.Namespace) -> None:
-    """Log the rotary position flags that upstream's scripts do not pass to the model."""
+    """Log which rotary position flags upstream's scripts do not pass to the model."""
     if decorators.backports_not_wanted() is None:
         return
     interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
@@ -113,13 +113,17 @@ def tell_factors_without_effect(args: argparse.Namespace) -> None:
 
 
 def name_the_length_for_servers(args: argparse.Namespace) -> None:
-    """Store --inference-max-seq-length also under the name that the text-generation server reads."""
+    """Store the value of --inference-max-seq-length also under the name that the text-generation server
+    reads.
+    """
     if hasattr(args, "inference_max_seq_length") and not hasattr(args, "inference_max_sequence_length"):
         args.inference_max_sequence_length = args.inference_max_seq_length
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Reject reruns of batches that are distributed over the ranks in advance."""
+    """Reject reruns of iterations with hybrid context parallelism, whose batches are distributed over the
+    ranks in advance.
+    """
     if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             "--hybrid-context-parallel requires --rerun-mode disabled, because Megatron cannot repeat a "
@@ -129,8 +133,8 @@ def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
 
 
 def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
-    """Reject grouped experts with biases or without bf16 before 0.17, where the grouped MLP does not
-    support them.
+    """Reject grouped experts that have biases or are not in bf16, which the grouped MLP before 0.17 does
+    not support.
     """
     from megatron.core import package_info
 
@@ -150,7 +154,7 @@ def refuse_grouped_experts_of_other_kinds(args: argparse.Namespace) -> None:
 
 
 def refuse_xavier_weights(args: argparse.Namespace) -> None:
-    """Reject a flag that upstream assigns to a field that does not exist in any configuration."""
+    """Reject a flag that upstream assigns to a configuration field that does not exist."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
             "--init-method-xavier-uniform is not supported, because Megatron sets a field that its "
@@ -160,7 +164,7 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
 
 
 def refuse_flex_dispatching(args: argparse.Namespace) -> None:
-    """Reject the dispatcher that sends tokens with a CUDA library."""
+    """Reject the token dispatcher that requires a CUDA library."""
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise UsageError(
             "--moe-token-dispatcher-type must be allgather or alltoall, because flex uses DeepEP or "
@@ -169,7 +173,7 @@ def refuse_flex_dispatching(args: argparse.Namespace) -> None:
 
 
 def refuse_wrong_hierarchical_sizes(args: argparse.Namespace) -> None:
-    """Reject mismatched hierarchical sizes with a message.
+    """Reject hierarchical sizes that do not match, with an explanatory message.
 
     Upstream only has an assertion.
     """

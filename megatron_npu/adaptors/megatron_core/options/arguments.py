@@ -1,4 +1,6 @@
-"""Patch ``megatron.training.arguments``: fused-attention flags, and checks before upstream's own."""
+"""Patch ``megatron.training.arguments`` to add fused-attention flags, and to check arguments before
+upstream does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from megatron_npu.patching.patch import ALL_DEVICES
 
 
 def _reasons() -> str:
-    """Return the reasons of all checks as one string.
+    """Return the reasons from all checks as one string.
 
     Each reason follows the name of its check.
     """
@@ -54,7 +56,7 @@ def add_older_flags(original: Callable[..., Any], parser: argparse.ArgumentParse
     why="--cross-entropy-fusion-impl linear, which no release has",
 )
 def add_linear_loss(original: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
-    """Add the value ``linear`` to upstream's loss-fusion flag."""
+    """Add the value ``linear`` to those that upstream's loss-fusion flag accepts."""
     parser = original(parser)
     for action in parser._actions:
         if action.dest == "cross_entropy_fusion_impl":
@@ -84,7 +86,7 @@ around(
 def validate_args(
     original: Callable[..., argparse.Namespace], args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> argparse.Namespace:
-    """Run the checks for this device, then upstream's own."""
+    """Run the checks for this device, and then upstream's own checks."""
     device = devices.current().name
     for check in CHECKS:
         if device in check.devices and not (check.condition and check.condition()):

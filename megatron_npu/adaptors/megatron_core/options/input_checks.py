@@ -1,4 +1,6 @@
-"""Check a stock script's files and sizes, for which upstream would raise errors with a traceback."""
+"""Check the files and sizes in a stock script's arguments, for which upstream would raise errors with a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _READ_INDEXED_DATA = frozenset(f"pretrain_{model}.py" for model in ("bert", "gpt
 
 
 def refuse_missing_files(args: argparse.Namespace) -> None:
-    """Reject paths of the tokenizer or the data that do not exist.
+    """Reject tokenizer and data paths that do not exist.
 
     Only the first rank looks for the data, because others may be on machines that never read it.
 
@@ -34,7 +36,7 @@ def refuse_missing_files(args: argparse.Namespace) -> None:
 
 
 def _refuse_missing_data(flag: str, given: object) -> None:
-    """Reject a dataset prefix if its two files are missing.
+    """Reject a dataset prefix if either of its two files is missing.
 
     An existing path may be data of another kind of script.
     """
@@ -74,7 +76,8 @@ def refuse_uneven_heads(args: argparse.Namespace) -> None:
 
 
 def refuse_uneven_batches(args: argparse.Namespace) -> None:
-    """Reject a global batch that is not a multiple of the micro-batch on all data-parallel ranks.
+    """Reject a global batch size that is not a multiple of the micro-batch size times the number of
+    data-parallel ranks.
 
     Raises:
         UsageError: the sizes do not fit.
@@ -104,7 +107,9 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _may_be_uneven(args: argparse.Namespace) -> bool:
-    """Return True if another feature determines the batch sizes, or the encoder has its own ranks."""
+    """Return True if another feature determines the batch sizes, or if the encoder runs on ranks of its
+    own.
+    """
     names = ("rampup_batch_size", "decrease_batch_size_if_needed", "perform_rl_step")
     encoder = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
     return any(getattr(args, name, None) for name in (*names, *encoder))

@@ -1,4 +1,4 @@
-"""Check a stock script's optimizer flags."""
+"""Check the optimizer flags of a stock script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_npu.base.errors import UsageError
 
 
 def refuse_offload_in_fp32(args: argparse.Namespace) -> None:
-    """Reject offloading of fp32 parameters early.
+    """Reject optimizer offloading for fp32 parameters before the run starts.
 
     Upstream can only offload fp32 copies.
     """
@@ -42,7 +42,9 @@ def refuse_muon_without_its_package(args: argparse.Namespace) -> None:
 
 
 def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
-    """Reject Lion in versions whose scripts have its flags but cannot build it (0.17)."""
+    """Reject the Lion optimizer in versions whose scripts have its flags but are unable to build it
+    (0.17).
+    """
     from megatron.core import package_info
 
     if args.optimizer == "lion" and (package_info.MAJOR, package_info.MINOR) < (0, 18):
@@ -54,7 +56,9 @@ def refuse_lion_that_nothing_builds(args: argparse.Namespace) -> None:
 
 
 def refuse_soap_that_cannot_be_saved(args: argparse.Namespace) -> None:
-    """Reject SOAP with distributed checkpoints, because the first save would fail (0.18, 0.19)."""
+    """Reject the SOAP optimizer with distributed checkpoints, because the first save would fail (0.18,
+    0.19).
+    """
     if args.optimizer == "soap" and args.save and args.ckpt_format != "torch":
         raise UsageError(
             f"--optimizer soap cannot save with --ckpt-format {args.ckpt_format}, because in formats other "

@@ -17,7 +17,8 @@ from megatron_npu.base.errors import UsageError
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise upstream's option errors as one-line errors that can also be caught under upstream's type.
+    """Convert upstream's option errors to one-line errors that can also be caught as upstream's exception
+    type.
 
     An assertion without a message is left unchanged, because only its source line explains it.
     """
@@ -32,7 +33,7 @@ def in_one_line() -> Iterator[None]:
 
 
 def _remedy(said: str) -> str:
-    """Return the remedy for an error message of upstream."""
+    """Return the advice that belongs to an error message of upstream."""
     layout = re.match(r"world size \(\d+\) is not divisible by total_model_size \((.*)\)", said)
     if layout is None:
         return "Change the options that the message names."

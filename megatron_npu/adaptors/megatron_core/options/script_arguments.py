@@ -7,7 +7,7 @@ from argparse import Namespace
 
 
 def script_arguments() -> Namespace | None:
-    """Return the script's arguments.
+    """Return the arguments of the running script.
 
     Return None outside of scripts and before the arguments are parsed.
     """

@@ -1,4 +1,5 @@
-"""Reject or disable options of megatron-core that require TransformerEngine or CUDA if these are absent.
+"""Reject or disable options of megatron-core that require TransformerEngine or CUDA if these are not
+available.
 
 The options are fields of ``TransformerConfig`` and, mostly under the same names, arguments of the scripts.
 Options that would change the results, or that are meant to hide communication, are rejected with a one-line
@@ -30,7 +31,7 @@ from megatron_npu.ops import dispatch
 
 
 class Option(NamedTuple):
-    """Option of megatron-core: its flag, the names of its field, and the values that request it.
+    """An option of megatron-core: its flag, the name of its field, and the values that request it.
 
     ``remedy`` is used for an option that is rejected; ``off`` is the value that disables any other option.
     """
@@ -114,7 +115,7 @@ CUDA_GRAPHS = (
 
 
 def refuse(options: Any, wanting: tuple[Option, ...], absent: str = "TransformerEngine") -> None:
-    """Check that no option requests a feature of a package that is not available.
+    """Check that no option requests a feature of an unavailable package.
 
     Raises:
         UsageError: an option requires it.
@@ -142,7 +143,8 @@ def switch_off(options: Any, harmless: tuple[Option, ...], reason: str) -> None:
 
 
 def do_without_transformer_engine(options: Any) -> None:
-    """Reject options that change the results without TransformerEngine, and disable all others.
+    """Reject options whose results would differ without TransformerEngine, and disable all others that
+    require it.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
@@ -156,7 +158,7 @@ def do_without_transformer_engine(options: Any) -> None:
 
 
 def do_without_cuda_graphs(options: Any) -> None:
-    """Disable CUDA graphs, so that each kernel is launched separately.
+    """Disable CUDA graphs, so that each kernel is launched individually.
 
     Args:
         options: a ``TransformerConfig``, or the scripts' arguments.
@@ -168,7 +170,7 @@ def do_without_cuda_graphs(options: Any) -> None:
 
 
 def take_local_implementation(args: argparse.Namespace) -> None:
-    """Select the local layers with our operations.
+    """Select the local layers, which use this project's operations.
 
     Options that they do not support are rejected or disabled.
 
@@ -206,7 +208,7 @@ def take_local_implementation(args: argparse.Namespace) -> None:
     order=2,
 )
 def configure_without_transformer_engine(original: Callable[[Any], None], self: Any) -> None:
-    """Check the options before upstream's configuration code runs."""
+    """Check the options that require TransformerEngine before upstream's configuration code runs."""
     do_without_transformer_engine(self)
     original(self)
 
@@ -224,7 +226,7 @@ def configure_without_cuda_graphs(original: Callable[[Any], None], self: Any) ->
 
 
 def _mamba_present() -> str | None:
-    """Return the reason why Mamba layers are supported, or None.
+    """Return the reason why the check for Mamba layers is not needed, or None if it is needed.
 
     Either mamba_ssm is installed, or our scan replaces it.
     """
@@ -264,7 +266,7 @@ def refuse_without_mamba_ssm(original: Callable[..., None], self: Any, *args: An
     "the model raises unittest's StopIteration",
 )
 def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Reject TransformerEngine's attention classes in a hybrid model.
+    """Reject a hybrid model that uses TransformerEngine's attention classes.
 
     Specs of local layers are accepted.
     """
@@ -278,7 +280,9 @@ def refuse_mocks_of_layers(original: Callable[..., None], self: Any, *args: Any,
 
 
 def _query_projection(submodules: Any) -> Any:
-    """Return the projection class of a hybrid's attention layers, or None if the spec does not name one."""
+    """Return the class of the query projection in a hybrid model's attention layers, or None if the spec
+    names no class.
+    """
     for name in ("attention_layer", "self_attention"):
         submodules = getattr(getattr(submodules, name, None), "submodules", None)
     return getattr(submodules, "linear_qkv", None)

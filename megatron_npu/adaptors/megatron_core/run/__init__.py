@@ -1,1 +1,1 @@
-"""Patch the run of a stock script: initialization, process groups, schedules and diagnostics."""
+"""Patch how a stock script runs: initialization, process groups, schedules and diagnostics."""

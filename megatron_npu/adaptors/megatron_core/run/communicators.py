@@ -31,7 +31,7 @@ OF_HCCL = {hccl.BUFFER: 1, "hccl_exec_timeout": 0, "hccl_op_expansion_mode": 0}
     "streams",
 )
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return torch_npu's options for a process group.
+    """Return the options that torch_npu accepts for a process group.
 
     Return None without options or on other devices.
 
@@ -55,7 +55,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
 
 
 def refuse_an_unreadable_file(args: Any) -> None:
-    """Reject a configuration file that cannot be read or contains no groups.
+    """Reject a configuration file that is unreadable or contains no groups.
 
     Raises:
         UsageError: the file does not exist, is not YAML, or contains something other than group options.
@@ -84,7 +84,7 @@ def refuse_an_unreadable_file(args: Any) -> None:
 
 
 def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
-    """Return the options of a group that HCCL supports, and log those that only NCCL supports.
+    """Return the options of a process group that HCCL supports, and log those that only NCCL supports.
 
     Raises:
         UsageError: an option exists in neither HCCL nor NCCL, or HCCL does not accept its value.
@@ -115,7 +115,9 @@ def hccl_config(group: str, given: Mapping[str, Any]) -> dict[str, int]:
     why=communicators.WHY,
 )
 def fit_buffers_of_gradients(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Choose the buffer sizes of groups that reduce gradient buckets, unless the file specifies them."""
+    """Choose the buffer sizes of the groups that reduce gradient buckets, unless the configuration file
+    sets them.
+    """
     original(self, *args, **kwargs)
     if not hccl_buffers.asked():
         return

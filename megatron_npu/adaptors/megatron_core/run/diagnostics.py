@@ -1,4 +1,5 @@
-"""Support for ``--log-straggler``, ``--rerun-mode report_stats``, and the end of a run at a NaN loss.
+"""Support ``--log-straggler`` and ``--rerun-mode report_stats``, and end a run at a NaN loss with an
+explanation.
 
 Patches ``megatron.core.utils:StragglerDetector``, ``megatron.core.rerun_state_machine`` and
 ``megatron.training.training``.
@@ -24,7 +25,7 @@ from megatron_npu.base.errors import LoaderWorkerError, UnsavedStateError
     "host tensor",
 )
 def measure_without_cuda(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Configure the straggler detector as on CUDA, with the events and clocks of this device."""
+    """Configure the straggler detector as on CUDA, but with the events and clocks of this device."""
     with _claiming_cuda():
         original(self, *args, **kwargs)
     self.dev = devices.current().torch_device()
@@ -47,7 +48,7 @@ def leave_without_a_word(
 
 @contextlib.contextmanager
 def _claiming_cuda() -> Iterator[None]:
-    """Make ``torch.cuda.is_available`` return True within the block."""
+    """Make ``torch.cuda.is_available`` return True inside the ``with`` block."""
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:
@@ -64,7 +65,7 @@ def _claiming_cuda() -> Iterator[None]:
     why=("upstream's statistics report reads the file and line that 0.14 removed from this class, and fails"),
 )
 def with_place(original: Any) -> type[tuple]:
-    """Use the message as the file name.
+    """Use the caller's message as its file name.
 
     Since 0.14, the file name distinguishes the calls of ``validate_result``.
     """
@@ -93,7 +94,7 @@ def with_place(original: Any) -> type[tuple]:
     "examination to the folder None",
 )
 def say_why_it_ends(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Raise an error that names the invalid result if there is no folder to save the state to.
+    """Raise an error that names the invalid result if there is no folder in which to save the state.
 
     All other callers of this function check ``--save`` themselves.
 

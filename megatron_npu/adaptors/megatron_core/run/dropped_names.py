@@ -1,4 +1,4 @@
-"""Provide names that upstream has removed or changed but that libraries built on it still use.
+"""Provide names that upstream has removed or changed, but that libraries built on upstream still use.
 
 Patches ``transformer.enums``, ``transformer.transformer_layer`` and ``distributed.fsdp.mcore_fsdp_adapter``
 of ``megatron.core``.
@@ -27,7 +27,7 @@ _UNSET = {
     why="mbridge 0.15.1 compares every model's type with T5's (core/util.py:52, 83), which no longer exists",
 )
 def with_type_of_two_stacks(original: type) -> type:
-    """Add the removed name to upstream's enumeration.
+    """Add a removed name to upstream's enumeration of model types.
 
     The name is not a member, so that no model has this type.
     """
@@ -43,7 +43,7 @@ def with_type_of_two_stacks(original: type) -> type:
     "fields set in 0.20's __init__: the first forward raises an AttributeError",
 )
 def with_fields_of_layers_that_build_themselves(original: type) -> type:
-    """Set the fields of upstream's ``__init__`` for layers that do not call it."""
+    """Set the fields that upstream's ``__init__`` sets for layers that do not call it."""
     for name, value in _UNSET.items():
         if not hasattr(original, name):
             setattr(original, name, value)
@@ -59,11 +59,13 @@ def with_fields_of_layers_that_build_themselves(original: type) -> type:
     ),
 )
 def as_type_of_either(original: Callable[..., Any]) -> type:
-    """Return a type that creates the same object as the function, and accepts instances of both classes."""
+    """Return a type that creates objects by calling the function, and that accepts instances of both
+    classes.
+    """
     module = sys.modules[original.__module__]
 
     class Either(type):
-        """Metaclass of ``FullyShardedDataParallel``."""
+        """Metaclass that makes ``FullyShardedDataParallel`` represent either of two classes."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)

@@ -22,7 +22,7 @@ around(
     devices=("cpu",),
 )
 def refuse_batched_p2p(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Reject a combination of options that upstream rejects only in ``megatron.training.arguments``.
+    """Reject a combination of options that upstream checks only in ``megatron.training.arguments``.
 
     Raises:
         UsageError: two stages of several chunks each would send in batches.
@@ -54,7 +54,7 @@ def drop_model_type(
     *model_type_and_config: Any,
     **config: Any,
 ) -> Any:
-    """Remove the model type from the arguments.
+    """Remove the argument for the model type, which ``backward_step`` no longer accepts since 0.17.
 
     Only hybrid_cp_schedule.py still passes it.
     """

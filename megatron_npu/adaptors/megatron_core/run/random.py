@@ -37,7 +37,7 @@ replace(
 def false_is_no_fp8(
     original: Callable[..., None], self: Any, fp8: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """Pass None instead of False for ``fp8``."""
+    """Pass None instead of False for the argument ``fp8``."""
     original(self, fp8 or None, *args, **kwargs)
 
 
@@ -52,7 +52,7 @@ def false_is_no_fp8(
 def checkpoint_returns_aliases(
     original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the recomputed function return aliases of parameters instead of the parameters."""
+    """Make a recomputed function return aliases of parameters instead of the parameters themselves."""
 
     def returning_aliases(*inputs: Any) -> Any:
         return tree_map_only(torch.nn.Parameter, _alias, function(*inputs))

@@ -1,4 +1,4 @@
-"""Support ``--check-weight-hash-across-dp-replicas-interval``, and name the diverging rank and parameter.
+"""Support ``--check-weight-hash-across-dp-replicas-interval``, and report the rank and parameter that differ.
 
 Patches ``megatron.training.training``, which asserts that replicas are equal; libraries that call
 ``megatron.core.utils`` themselves still get upstream's boolean.
@@ -21,7 +21,7 @@ from megatron_npu.checkpoint_files import replicas
 def name_what_differs(
     original: Callable[..., bool], model: list[Any], cross_check: bool = False, *args: Any, **kwargs: Any
 ) -> bool:
-    """Report which parameter differs, and on which ranks, if upstream finds a difference."""
+    """Report which parameter differs on which ranks, if upstream finds a difference between replicas."""
     same = original(model, cross_check, *args, **kwargs)
     if not same:
         replicas.check_megatron(model)

@@ -32,7 +32,7 @@ def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     why="init_process_group needs MASTER_ADDR and MASTER_PORT, which only a launcher sets",
 )
 def meet_oneself(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Set a rendezvous address for a process without a launcher."""
+    """Set a rendezvous address for a process that was started without a launcher."""
     rendezvous.provide_address()
     return original(*args, **kwargs)
 
@@ -75,7 +75,7 @@ replace(
     ),
 )
 def get_device(local_rank: int | None = None) -> torch.device:
-    """Return this process's device, with which its backend gathers tensors."""
+    """Return the device of this process, on which its backend gathers tensors."""
     return devices.current().torch_device()
 
 
@@ -90,7 +90,7 @@ def get_device(local_rank: int | None = None) -> torch.device:
 def move_to_the_device(
     original: Callable[..., Any], model_list: list[Any], transformer_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Move a model that was built on the host to the device before it is wrapped, as the scripts of 0.17 did.
+    """Move a model that was built on the host to the device before it is wrapped, as the scripts of 0.17 do.
 
     This includes torch's FSDP2, which in 0.17 took the model from the host: for a short time, all of it is on
     the device.
@@ -111,7 +111,7 @@ def move_to_the_device(
     ),
 )
 def small_blocks(arch: str = "none") -> bool:
-    """Return False, as upstream does if its query fails.
+    """Return False, which is upstream's result if its query fails.
 
     The block size matters only for CUDA kernels.
     """

@@ -1,4 +1,4 @@
-"""Patch ``tasks/zeroshot_gpt``, which ``tasks/main.py`` imports for LAMBADA and WIKITEXT103."""
+"""Patch ``tasks/zeroshot_gpt``, which ``tasks/main.py`` imports to evaluate LAMBADA and WIKITEXT103."""
 
 from __future__ import annotations
 

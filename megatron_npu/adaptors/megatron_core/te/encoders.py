@@ -1,4 +1,4 @@
-"""Provide layer specs for models with an encoder: BERT, T5 and Retro.
+"""Provide layer specs for BERT, T5 and Retro, the models that have an encoder.
 
 Patches ``models.bert.bert_layer_specs``, ``models.T5.t5_spec``, ``models.retro.encoder_spec`` and
 ``models.retro.decoder_spec`` of ``megatron.core``, which has had no Retro since 0.16.
@@ -41,7 +41,7 @@ around(
     ),
 )
 def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
-    """Allow the import of a TransformerEngine name.
+    """Allow other modules to import a TransformerEngine name.
 
     The script's flags decide whether it is used, and its use is logged.
     """
@@ -49,7 +49,8 @@ def allow_import_of_te_layer(original: Callable[[str], Any], name: str) -> Any:
 
 
 def _block_with_local_norm(layer: str) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that builds a block with a local final norm.
+    """Return a function, to be recorded with ``around``, that builds a block whose final norm is a local
+    norm.
 
     Args:
         layer: the name of the function that builds the block's layers.

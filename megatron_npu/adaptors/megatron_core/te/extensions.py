@@ -32,7 +32,7 @@ from megatron_npu.adaptors.megatron_core.te import redirect
     ),
 )
 class TENorm:
-    """Creates the norm of the local layers and logs this.
+    """Factory that creates the norm of the local layers and logs this.
 
     Like upstream's class, it has no instances.
 
@@ -70,7 +70,7 @@ constant(
     ),
 )
 def get_te_version() -> Version:
-    """Return version 0, which is older than any version that upstream requires."""
+    """Return version 0, which is older than every version that upstream requires."""
     return Version("0")
 
 
@@ -101,5 +101,5 @@ def is_never_for_inference(module: Any) -> bool:
 def skip_without_parameters(
     original: Callable[..., Any], model_params: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return immediately if the optimizer has no parameters."""
+    """Return immediately if the optimizer has no parameters, and otherwise call upstream's function."""
     return original(model_params, *args, **kwargs) if model_params else None

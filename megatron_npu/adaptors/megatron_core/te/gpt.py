@@ -110,7 +110,9 @@ _with_qk_l2_norm = partial(
 @_with_qk_l2_norm(f"{_SPECS}:get_gpt_layer_local_spec", versions=">=0.13,<0.17")
 @_with_qk_l2_norm(f"{_SPECS}:get_gpt_layer_local_submodules", versions=">=0.17")
 def with_qk_l2_norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Read the flag from the script's arguments if the caller does not pass it."""
+    """Read the flag for L2 norm of queries and keys from the script's arguments if the caller does not
+    pass the flag.
+    """
     given = inspect.signature(original).bind(*args, **kwargs)
     if getattr(script_arguments(), "qk_l2_norm", False):
         given.arguments.setdefault("qk_l2_norm", True)

@@ -1,4 +1,4 @@
-"""Return local layers where TransformerEngine's layers are requested, and log this."""
+"""Return local layers when TransformerEngine's layers are requested, and log this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEGACY = "moe_use_legacy_grouped_gemm"  # 0.17 has no such experts, and its lay
 
 
 def report(asked: str) -> None:
-    """Log that local layers are returned instead of ``asked``.
+    """Log that local layers are returned instead of the requested ``asked``.
 
     Raises:
         FallbackForbiddenError: strict mode is enabled.
@@ -47,7 +47,8 @@ def refuse_fp8(fp8: Any) -> None:
 
 
 def force_flag_off(flag: str) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that sets the argument ``flag`` to False and logs this.
+    """Return a function, to be recorded with ``around``, that sets the argument ``flag`` to False and logs
+    this.
 
     If the original takes a ``normalization``, which only its local layers use, it gets that of its
     ``config``.
@@ -70,7 +71,8 @@ def force_flag_off(flag: str) -> Callable[..., Any]:
 
 
 def redirect_to_local(local: str | Callable[..., Any], **always: Any) -> Callable[..., Any]:
-    """Return a function to record with ``around`` that calls ``local`` instead of the original and logs this.
+    """Return a function, to be recorded with ``around``, that calls ``local`` instead of the original and
+    logs this.
 
     Arguments that select TransformerEngine's kernels are removed, because ``local`` does not accept them.
 

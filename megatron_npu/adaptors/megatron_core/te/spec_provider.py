@@ -1,4 +1,4 @@
-"""Provide layers without TransformerEngine through upstream's own interface for spec providers.
+"""Provide layers without TransformerEngine through upstream's interface for spec providers.
 
 Patches ``extensions.transformer_engine_spec_provider``, ``models.gpt.gpt_layer_specs`` and
 ``transformer.multi_token_prediction`` of ``megatron.core``. A user's own spec can use it as a backend:
@@ -18,7 +18,7 @@ from megatron_npu.adaptors.megatron_core.te import redirect
 
 @functools.cache
 def spec_provider() -> type:
-    """Return ``MegatronNpuSpecProvider``, a ``BackendSpecProvider`` of the imported megatron-core.
+    """Return the class ``MegatronNpuSpecProvider``, which implements megatron-core's ``BackendSpecProvider``.
 
     Its modules are the local ones, which use our operations; it has no layers that fuse a norm with a matmul.
     Creating an instance logs that TransformerEngine is not installed.
@@ -59,7 +59,7 @@ def spec_provider() -> type:
     why="without TransformerEngine there is no provider: code that asks for its layers raises a TypeError",
 )
 def provide_local_layers(original: type | None) -> type:
-    """Return our spec provider, and log this."""
+    """Return our spec provider, and log that it is used."""
     return spec_provider()
 
 

@@ -1,4 +1,4 @@
-"""Implement layers for ``MEGATRON_NPU_TE=local``: attention, and packed sequences in Mamba layers.
+"""Implement layers for ``MEGATRON_NPU_TE=local``: attention, and Mamba layers with packed sequences.
 
 Patches ``extensions.transformer_engine`` and ``ssm.mamba_mixer``. All other classes of the former are
 upstream's own, which are built on the modules of ``standins.transformer_engine``.
@@ -26,7 +26,7 @@ from megatron_npu.patching.patch import NotAsked
     ),
 )
 def attention_of_megatron_core(original: type) -> type:
-    """Return megatron-core's attention class with the arguments of ``TEDotProductAttention``.
+    """Return megatron-core's attention class, with the constructor arguments of ``TEDotProductAttention``.
 
     The class has no extra state. TransformerEngine's extra state in a checkpoint (fp8 scales) is not used.
     """
@@ -70,14 +70,14 @@ def attention_of_megatron_core(original: type) -> type:
     ),
 )
 def normed_and_residual(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``[s, b, h]``, and the input itself for --fused-residual-rmsnorm."""
+    """Return the norm of ``[s, b, h]``, and also the unchanged input for --fused-residual-rmsnorm."""
     from megatron_npu.standins.transformer_engine.norms import RMSNorm
 
     return RMSNorm.forward(self, hidden_states), hidden_states
 
 
 def scan_not_ours() -> str | None:
-    """Return the reason why a patch for our scan under mamba_ssm's name is not needed."""
+    """Return the reason why our scan does not replace that of mamba_ssm, or None if it does."""
     return (
         None
         if standins.mamba_kernels()
@@ -103,7 +103,7 @@ def packs_are_taken(for_inference_not_training: bool = True) -> tuple[bool, str 
 
 
 def _window(attention: Any) -> tuple[int, int]:
-    """Return the window as TransformerEngine represents it.
+    """Return the attention window in the form that TransformerEngine uses.
 
     -1 means no limit, and a causal window ends with 0.
     """
@@ -113,8 +113,8 @@ def _window(attention: Any) -> tuple[int, int]:
 
 
 def _of_pairs(masks: tuple[Tensor, Tensor]) -> Tensor:
-    """Combine masks for queries ``[b, 1, 1, q]`` and keys ``[b, 1, 1, s]`` into a padding mask ``[b, 1, q,
-    s]``.
+    """Combine a mask of queries ``[b, 1, 1, q]`` and one of keys ``[b, 1, 1, s]`` into a padding mask ``[b,
+    1, q, s]``.
 
     T5's cross-attention receives both masks separately; True means masked.
     """

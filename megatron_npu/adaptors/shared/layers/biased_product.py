@@ -36,7 +36,7 @@ _IN_BLOCK = "megatron_npu_adds_bias"  # of a linear layer that a block's own sum
 
 
 class _Offer:
-    """Bias of the running layer that is offered to the layer's matmul."""
+    """The bias of the layer that is running, which is offered to the layer's matmul."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias: Tensor | None = bias
@@ -73,7 +73,9 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
         @outermost(f"{_LAYERS}:{kind}ParallelLinear.forward")
         def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            """Map ``[s, b, i]`` to ``[s, b, o]`` and add the bias that upstream would leave to the caller."""
+            """Compute the layer, mapping ``[s, b, i]`` to ``[s, b, o]``, and add the bias that upstream
+            would leave to the caller.
+            """
             if not _may_add(self):
                 return original(self, *args, **kwargs)
             offer = _Offer(self.bias)
@@ -87,14 +89,16 @@ def connect(recorder: Recorder, nothing: Callable[[Tensor], Tensor | None]) -> N
 
 
 def let_layers_add(layer: Module) -> None:
-    """Make a transformer layer's parallel linear layers add their biases."""
+    """Make the parallel linear layers in a transformer layer add their own biases."""
     for module in layer.modules():
         if hasattr(module, "skip_bias_add"):
             setattr(module, _IN_BLOCK, True)
 
 
 def _may_add(layer: Any) -> bool:
-    """Return True if the layer's matmul computes the whole result and the caller would add the bias."""
+    """Return True if the layer's matmul computes the complete result, and the caller would only add the
+    bias.
+    """
     if not getattr(layer, _IN_BLOCK, False):
         return False
     if layer.bias is None or not layer.skip_bias_add or getattr(layer, "gather_output", False):
@@ -114,7 +118,7 @@ def with_waiting_bias(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Pass the bias that the layer offers to the matmul function."""
+    """Pass the bias that the layer offers to the function that computes the matmul."""
     offer = _OFFER.get()
     if bias is None and offer is not None:
         bias = offer.take()
@@ -124,7 +128,7 @@ def with_waiting_bias(
 def add_in_product(
     original: Callable[..., Tensor], ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any
 ) -> Tensor:
-    """Run upstream's forward function without the bias, which the matmul adds.
+    """Run upstream's forward function without the bias, which the matmul adds instead.
 
     The bias is recorded for the backward pass.
 

@@ -12,7 +12,7 @@ _NORM = "fused_mix_prec_layer_norm_cuda"
 
 
 def initialise_without_kernel(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run ``MixedFusedLayerNorm.__init__`` while the extension's name can be imported."""
+    """Run ``MixedFusedLayerNorm.__init__`` with a placeholder for the CUDA extension that it imports."""
     with _importable(_NORM):
         original(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Replace element-wise layer functions that the older checkouts compile with TorchScript's fusers."""
+"""Replace elementwise layer functions that the older checkouts compile with TorchScript's fusers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILED_ANEW = (
 
 
 def connect(recorder: Recorder) -> None:
-    """Record patches for bias-GELU and bias-dropout-add, which both checkouts define in the same way.
+    """Record patches for bias-GELU and bias-dropout-add, which both checkouts define identically.
 
     Args:
         recorder: the checkout's recorder.
@@ -44,13 +44,15 @@ def connect(recorder: Recorder) -> None:
 
 
 def connect_gelu(recorder: Recorder) -> None:
-    """Record patches for the two GELUs that Megatron-DeepSpeed compiles for models without the fused GELU."""
+    """Record patches for the two GELU functions that Megatron-DeepSpeed compiles for models without the
+    fused GELU.
+    """
     recorder.replace("megatron.model.utils:gelu_impl", why=COMPILED_ANEW)(gelu_impl)
     recorder.replace("megatron.model.utils:erf_gelu", why=COMPILED_ANEW)(erf_gelu)
 
 
 def no_bias(bias: Tensor) -> Tensor:
-    """Return zero in place of a bias that was already added.
+    """Return zero in place of a bias that has already been added.
 
     The functions of this module skip this value.
     """
@@ -70,12 +72,12 @@ def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gelu_impl(x: Tensor) -> Tensor:
-    """Return ``gelu(x)`` in the tanh form (Hendrycks and Gimpel 2016)."""
+    """Return ``gelu(x)`` in tanh form (Hendrycks and Gimpel 2016)."""
     return activation.bias_gelu(x)
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """Return ``gelu(x)`` in exact form.
+    """Return ``gelu(x)`` in exact (erf) form.
 
     Upstream rounds the square root of 2 to five decimals.
     """
@@ -83,7 +85,7 @@ def erf_gelu(x: Tensor) -> Tensor:
 
 
 def bias_dropout_add_fused_train(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``.
+    """Return ``residual + dropout(x + bias)``, where all tensors are ``[s, b, h]``.
 
     With prob 0, no random numbers are drawn.
     """
@@ -91,7 +93,7 @@ def bias_dropout_add_fused_train(x: Tensor, bias: Tensor | None, residual: Tenso
 
 
 def bias_dropout_add_fused_inference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """Return ``residual + x + bias``, all ``[s, b, h]``."""
+    """Return ``residual + x + bias``, where all tensors are ``[s, b, h]``."""
     return _bias_dropout_add(x, bias, residual, prob, False)
 
 
@@ -108,7 +110,7 @@ def _bias_dropout_add(
 
 
 def _with_vector(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return ``x``, and the bias as ``[h]`` or None.
+    """Return ``x``, and the bias as a vector ``[h]`` or as None.
 
     Upstream passes a bias expanded to ``[s, b, h]``.
     """

@@ -1,4 +1,4 @@
-"""Compute the three matmuls of parallel linear layers with a faster CPU library if available.
+"""Compute the three matmuls of parallel linear layers with a faster CPU library if one is available.
 
 Upstream's autograd function calls ``torch.matmul``, in the forward and the backward pass, between collectives
 that are not changed.
@@ -22,13 +22,13 @@ _MATMUL = (torch.matmul, Tensor.matmul)
 
 
 def connect(recorder: Recorder) -> None:
-    """Record the patches that make an upstream's linear layers use the faster matmuls."""
+    """Record the patches that make the linear layers of an upstream use faster matmuls."""
     for half in ("forward", "backward"):
         recorder.around(f"{_FUNCTION}.{half}", devices=("cpu",), why=_WHY, order=2)(multiplying)
 
 
 def multiplying(original: Callable[..., Any], ctx: Any, input: Tensor, *args: Any) -> Any:
-    """Run the forward or backward function.
+    """Run a layer's forward or backward function with faster matmuls.
 
     ``input`` is the input or the gradient of the output.
     """

@@ -1,4 +1,4 @@
-"""Compute the loss of the older Megatrons from the factors of the logits."""
+"""Compute the loss of older Megatron versions without forming the logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loss_of_factors(
     into_main_grad: bool,
     recompute: bool,
 ) -> Tensor:
-    """Return the fp32 loss ``[b, s]`` for hidden states, the output weight and labels.
+    """Return the loss ``[b, s]`` in fp32, given hidden states, the output weight and labels.
 
     Args:
         hidden: ``[s, b, h]``, gathered from all ranks.

@@ -1,4 +1,4 @@
-"""Fuse residual additions with the following norm, on an NPU and with a Triton kernel on a GPU.
+"""Fuse residual additions with the norms that follow them, on NPUs and, with a Triton kernel, on GPUs.
 
 Upstream adds in one function and normalizes in the next function, or in the next layer. Here, each place that
 adds a residual is told which norm will read the sum. That norm finds its result attached to the sum. If the
@@ -29,14 +29,16 @@ WHY = (
 
 
 def vectors_of(norm: Any) -> tuple[Any, Any]:
-    """Return the weight and bias of a norm, or of the norm inside a layer with TransformerEngine's name."""
+    """Return the weight and bias of a norm, which may be inside a layer with one of TransformerEngine's
+    names.
+    """
     if hasattr(norm, "layer_norm_weight"):
         return norm.layer_norm_weight, norm.layer_norm_bias
     return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
 
 def reads_sums(norm: Any) -> bool:
-    """Return True if a norm can be computed together with the residual sum that is its input."""
+    """Return True if a norm can be computed together with the residual sum that it reads."""
     weight, bias = vectors_of(norm)
     if not isinstance(weight, Tensor) or getattr(norm, "memory_efficient", False):
         return False
@@ -50,7 +52,8 @@ def reads_sums(norm: Any) -> bool:
 
 
 def is_shared_out(norm: Any) -> bool:
-    """Return True if torch's or Megatron's FSDP gathers a norm's weight only for the norm's own layer.
+    """Return True if FSDP (torch's or Megatron's) gathers the weight of a norm only while the norm itself
+    runs.
 
     The previous layer, which would add for this norm, would then read a shard, or memory to which a
     collective is still writing.
@@ -60,7 +63,8 @@ def is_shared_out(norm: Any) -> bool:
 
 
 def add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, norm: Any) -> Tensor | None:
-    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, with the result of ``norm`` attached to it.
+    """Return ``residual + dropout(x + bias)``, ``[s, b, h]``, with the result of ``norm`` attached to the
+    tensor.
 
     Args:
         x: ``[s, b, h]``, in training.
@@ -100,7 +104,7 @@ _READERS: ContextVar[Iterator[Any]] = ContextVar("tracks the norms that read the
 
 @contextlib.contextmanager
 def read_by(norms: Sequence[Any]) -> Iterator[None]:
-    """Register the norms that follow the residual additions in the block."""
+    """Register the norms that read the residual sums computed inside the ``with`` block."""
     token = _READERS.set(iter(norms))
     try:
         yield

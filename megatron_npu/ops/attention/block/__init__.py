@@ -1,4 +1,4 @@
-"""Compute attention over a block of the keys, and its gradients, as one step of ring attention.
+"""Compute attention over one block of the keys, and its gradients, as a single step of ring attention.
 
 Results over disjoint blocks are merged by their lse (the log-sum-exp of the scores). ``reference`` defines
 the two operations; ``cpu``, ``cuda`` and ``npu`` implement them.

@@ -1,4 +1,6 @@
-"""Compute a block of attention on the CPU, with torch's flash kernel or, with dropout, in tiles."""
+"""Compute attention over one block of keys on the CPU, with torch's flash kernel or, for dropout, in
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 @attention_block.on("cpu")
 def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Compute the attention over a block; see ``reference.unfused``."""
+    """Compute attention over one block of keys; see ``reference.unfused``."""
     if spec.dropout_p:
         return unfused(query, key, value, spec)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,7 +43,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 @attention_block_backward.on("cpu")
 def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Compute the gradients of a block; see ``reference.unfused_backward``."""
+    """Compute the gradients of attention over one block of keys; see ``reference.unfused_backward``."""
     if spec.dropout_p:
         return unfused_backward(grad, residuals, spec, drawn)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -65,7 +67,7 @@ def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Dra
 
 
 def _calls(spec: AttentionSpec) -> list[Segment]:
-    """Return the arguments of the kernel calls.
+    """Return the arguments of the calls to torch's flash kernel.
 
     There is one call per segment, or with a window one per run of queries.
     """
@@ -76,7 +78,7 @@ def _calls(spec: AttentionSpec) -> list[Segment]:
 
 
 def _visible(call: Segment, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
-    """Return whether a kernel call is causal, and the tensor to add to its scores."""
+    """Return whether a kernel call is causal, and the mask tensor to add to its scores."""
     if call.is_plain:
         return call.window_right == 0, None
     return False, _added(call._replace(q0=0, q1=call.q1 - call.q0, k0=0, k1=call.k1 - call.k0), dtype)

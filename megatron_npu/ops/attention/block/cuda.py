@@ -1,4 +1,7 @@
-"""Compute a block of attention on CUDA with torch's flash kernel. This has not been run on a GPU yet."""
+"""Compute attention over one block of keys on CUDA with torch's flash kernel.
+
+This has not been run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _beyond_flash_backward(
 
 @attention_block.on("cuda", supports=_beyond_flash)
 def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Drawn]:
-    """Compute the attention over a block; see ``reference.unfused``."""
+    """Compute attention over one block of keys; see ``reference.unfused``."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     causal = spec.segments[0].window_right == 0
     output, lse = kernel(*ungroup(query, key, value), 0.0, causal, False, scale=spec.scale)[:2]
@@ -47,7 +50,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 @attention_block_backward.on("cuda", supports=_beyond_flash_backward)
 def backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Compute the gradients of a block; see ``reference.unfused_backward``."""
+    """Compute the gradients of attention over one block of keys; see ``reference.unfused_backward``."""
     query, key, value, output, lse = residuals
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
     tensors = ungroup(query, key, value)

@@ -11,17 +11,17 @@ LAYOUT = "SBND"
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """Return a view of ``[s, b, n, d]`` with the shape ``[b, n, s, d]``."""
+    """Return a view of a tensor ``[s, b, n, d]`` with the dimensions in the order ``[b, n, s, d]``."""
     return to_bnsd(tensor, LAYOUT, tensor.size(2))
 
 
 def heads_third(tensor: Tensor) -> Tensor:
-    """Return a view of ``[b, n, s, d]`` with the shape ``[s, b, n, d]``."""
+    """Return a view of a tensor ``[b, n, s, d]`` with the dimensions in the order ``[s, b, n, d]``."""
     return from_bnsd(tensor, LAYOUT)
 
 
 def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as ``[b, n, s, d]``.
+    """Return query, key and value as ``[b, n, s, d]``, with grouped key heads repeated.
 
     Keys and values are repeated for each query head of their group.
 
@@ -40,7 +40,7 @@ def ungroup(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 def regroup(
     grads: tuple[Tensor, Tensor, Tensor], key_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments of ``ungroup``.
+    """Convert gradients of the results of ``ungroup`` to gradients of its arguments.
 
     The gradients of a group's heads are summed in fp32.
 

@@ -1,5 +1,4 @@
-"""Compute a block of attention on the NPU with ``npu_fusion_attention`` and its gradient, in layout SBH or
-TND.
+"""Compute attention over one block of keys on the NPU, and its gradients, with ``npu_fusion_attention``.
 
 Packed sequences use TND. The operation returns the maximum and the sum of each softmax row, eight copies of
 each, instead of lse. With dropout it also returns the seed, the offset and the number of weights, from which
@@ -27,7 +26,9 @@ from megatron_npu.ops.dispatch import Unsupported
 
 
 def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuCall | Unsupported:
-    """Return the call of ``npu_fusion_attention``, or the reason why it does not support the tensors."""
+    """Return the arguments for ``npu_fusion_attention``, or the reason why it does not support the
+    tensors.
+    """
     if spec.packed:
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         spec = replace(spec, layout="TND")
@@ -37,8 +38,8 @@ def plan(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> NpuC
 def plan_backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn
 ) -> NpuCall | Unsupported:
-    """Return the arguments of ``npu_fusion_attention`` for the backward pass, determined from the
-    residuals.
+    """Return the arguments of the backward call of ``npu_fusion_attention``, given the saved tensors of
+    the forward pass.
     """
     return plan(residuals.query, residuals.key, residuals.value, spec)
 
@@ -47,7 +48,7 @@ def plan_backward(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, plan: NpuCall
 ) -> tuple[Tensor, Tensor, Drawn]:
-    """Compute the attention over a block; see ``reference.unfused``."""
+    """Compute attention over one block of keys; see ``reference.unfused``."""
     import torch_npu
 
     output, largest, divisor, _, *drawn = torch_npu.npu_fusion_attention(
@@ -66,7 +67,7 @@ def forward(
 def backward(
     grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn, *, plan: NpuCall
 ) -> Gradients:
-    """Compute the gradients of a block; see ``reference.unfused_backward``."""
+    """Compute the gradients of attention over one block of keys; see ``reference.unfused_backward``."""
     import torch_npu
 
     query, key, value, output, lse = residuals
@@ -89,7 +90,9 @@ def backward(
 
 
 def _joined(tensor: Tensor, plan: NpuCall) -> Tensor:
-    """Reshape ``[s, b, n, d]`` to ``[s, b, n * d]``, or a packed batch of one to ``[t, n, d]``."""
+    """Reshape ``[s, b, n, d]`` to ``[s, b, n * d]``, or to ``[t, n, d]`` for packed sequences in a batch
+    of one.
+    """
     return tensor.squeeze(1) if plan.cu_seqlens else tensor.flatten(2)
 
 

@@ -1,4 +1,4 @@
-"""Compute attention over a block of the keys, and its gradients, in plain torch as the reference.
+"""Compute attention over one block of the keys, and its gradients, in plain torch as the reference.
 
 A block is an ``AttentionSpec`` in layout SBND without a mask. Its segments are contiguous and cover all
 queries and keys, and every query in them sees at least one key. If there are several segments, they are
@@ -23,7 +23,7 @@ Drawn = tuple[int, ...]  # what a device finds the mask of dropout again by; emp
 
 
 class Residuals(NamedTuple):
-    """The tensors that the backward pass of one block needs from the forward pass.
+    """The tensors that the backward pass of one attention block needs from the forward pass.
 
     Attributes:
         query: ``[sq, b, n, d]``; fp32, bf16 or fp16.
@@ -68,7 +68,8 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, drawn: Drawn) -> Gradients:
-    """Return a block's contribution to the gradient of the queries, and the gradients of its keys and values.
+    """Return how one block of keys contributes to the queries' gradient, and the gradients of its keys and
+    values.
 
     Source: Dao et al. 2022, FlashAttention, appendix B.
 
@@ -100,7 +101,7 @@ def unfused_backward(grad: Tensor, residuals: Residuals, spec: AttentionSpec, dr
 
 
 def _draw(device: torch.device) -> Drawn:
-    """Draw a dropout seed from the device's generator.
+    """Draw a seed for dropout from the device's random generator.
 
     A recomputation draws the same seed.
     """
@@ -108,7 +109,9 @@ def _draw(device: torch.device) -> Drawn:
 
 
 def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[Segment, Tensor | None]]:
-    """Yield the tiles of a block with their dropout factors ``[b, n, sq, sk]``, which are 0 or 1 / keep."""
+    """Yield the tiles of a block of keys with dropout factors ``[b, n, sq, sk]``, each 0 or 1 / (keep
+    probability).
+    """
     generator = torch.Generator(query.device).manual_seed(drawn[0]) if drawn else None
     keep = 1.0 - spec.dropout_p
     for tile in (tile for segment in spec.segments for tile in row_tiles(segment)):
@@ -121,7 +124,9 @@ def _tiles(query: Tensor, spec: AttentionSpec, drawn: Drawn) -> Iterator[tuple[S
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, tile: Segment) -> Tensor:
-    """Return the scores ``[b, n, sq, sk]`` of queries and keys ``[b, n, s, d]``, in fp32 or better."""
+    """Return the attention scores ``[b, n, sq, sk]`` of queries and keys ``[b, n, s, d]``, in fp32 or
+    higher precision.
+    """
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
     forbidden = forbidden_pairs(tile, query.device)
     return scores if forbidden is None else scores.masked_fill(forbidden, float("-inf"))

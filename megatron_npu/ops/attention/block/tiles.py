@@ -1,4 +1,6 @@
-"""Process the queries in runs with the keys that they attend to, so that scratch memory stays constant."""
+"""Process consecutive queries together with the keys that they attend to, so that scratch memory stays
+constant.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ ROWS = 128  # queries of a tile
 
 
 def row_tiles(segment: Segment, rows: int = ROWS) -> Iterator[Segment]:
-    """Yield runs of up to ``rows`` queries of ``segment``.
+    """Yield ranges of up to ``rows`` consecutive queries of ``segment``.
 
     Each run includes all keys that any of its queries attends to.
 

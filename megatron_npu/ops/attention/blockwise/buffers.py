@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Buffers:
-    """Named, uninitialized CPU buffers, each as large as its largest request so far."""
+    """Named, uninitialized CPU scratch buffers, each as large as the largest request for it so far."""
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor in the buffer ``name``.
+        """Return a contiguous tensor that uses the memory of the buffer ``name``.
 
         Each buffer always has the same dtype.
         """

@@ -79,14 +79,16 @@ class Composed:
         return dq, dk, dv
 
     def _steps(self, q: Tensor) -> tuple[TileSoftmax, TileProducts]:
-        """Return the softmax and the matmuls of each tile, used in the forward and backward passes."""
+        """Return the objects that compute the softmax and the matmuls of each tile, for the forward and
+        backward passes.
+        """
         factors = TileProducts(q.dtype, self._buffers)
         return TileSoftmax(self._spec, self._mask, factors, self._buffers), factors
 
     def _weights(
         self, tile: Tile, softmax: TileSoftmax, factors: TileProducts, wide_q: Tensor, wide_k: Tensor
     ) -> Tensor:
-        """Return a tile's attention weights after dropout, in the dtype of the operands."""
+        """Return a tile's attention weights after dropout, in the dtype of the matmul operands."""
         rows, columns = tile.rows(wide_q), tile.columns(wide_k)
         if softmax.rounds(factors.dtype):
             return softmax.rounded_weights(tile, rows, columns, None, self._dropout.draw(tile.weights))

@@ -12,7 +12,7 @@ from megatron_npu.ops.dropout import KEEP_LEVELS, keep_of_bits, most_of_kept
 
 
 def keep_of(p: float) -> int:
-    """Return the number of weights, out of ``KEEP_LEVELS``, that are kept for drop probability ``p``.
+    """Convert the drop probability ``p`` to the number of kept attention weights out of ``KEEP_LEVELS``.
 
     At least one weight is dropped if ``p`` is not 0, and at least one is kept.
     """
@@ -41,8 +41,8 @@ class TileDropout:
         self._kept: Tensor | None = None
 
     def draw(self, count: int) -> Kept | None:
-        """Return the mask of kept weights for kernels that apply dropout themselves, or None to keep all
-        weights.
+        """Return the mask of kept weights for kernels that apply dropout themselves, or None if all
+        weights are kept.
         """
         bits = self._bits(count)
         return None if bits is None else Kept(bits, most_of_kept(self._keep))
@@ -65,6 +65,6 @@ class TileDropout:
         return torch.from_numpy(self._generator.random_raw(-(-count // 4)).view(np.int64))
 
     def drop_again(self, tensor: Tensor) -> None:
-        """Set the elements of ``tensor`` to zero that the last call of ``drop`` set to zero, in place."""
+        """Set to zero, in place, the elements of ``tensor`` that the last call of ``drop`` set to zero."""
         if self._kept is not None:
             tensor.mul_(self._kept)

@@ -30,7 +30,7 @@ from megatron_npu.ops.compiled import is_plain
 
 
 def blockwise(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Return the attention described by ``spec``, contiguous in its layout and differentiable once.
+    """Return the attention that ``spec`` describes as a contiguous tensor in its layout, differentiable once.
 
     Args:
         query: in the layout of ``spec``, as are ``key`` and ``value``; any float dtype, on the CPU.
@@ -91,7 +91,7 @@ def _all_grouped(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: bool) -> Tensor:
-    """Reshape a tensor to ``[b · g, s, r, d]`` in the operands' dtype.
+    """Reshape a query, key or value tensor to ``[b · g, s, r, d]`` in the dtype of the matmul operands.
 
     The result is contiguous unless the matmuls support strides.
     """
@@ -104,6 +104,6 @@ def _grouped(tensor: Tensor, spec: AttentionSpec, heads: int, by_one_kernel: boo
 
 
 def _ungrouped(grouped: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """Undo ``_grouped``, and return a contiguous tensor in the layout of the attention call."""
+    """Undo ``_grouped``, and return a contiguous tensor in the layout of the original attention call."""
     bnsd = grouped.unflatten(0, (-1, spec.key_heads)).transpose(2, 3).flatten(1, 2)
     return from_bnsd(bnsd, spec.layout).to(dtype, memory_format=torch.contiguous_format).contiguous()

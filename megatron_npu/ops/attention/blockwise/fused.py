@@ -1,4 +1,6 @@
-"""Compute attention with one compiled kernel, where its matmuls are as fast as separate ones."""
+"""Compute attention with a single compiled kernel on processors where its matmuls are as fast as separate
+ones.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from megatron_npu.ops.dropout import KEEP_LEVELS
 
 
 def takes(query: Tensor, mask: Tensor | None) -> bool:
-    """Return True if the compiled kernel supports these queries. The kernel does not support masks."""
+    """Return True if the compiled kernel supports the given queries. The kernel does not support masks."""
     plain = mask is None and compiled.is_plain(query)
     return plain and compiled.available() and attention.takes(factor_dtype(query.dtype))
 
 
 class Fused:
-    """Attention in fp32 or bf16 without a mask, computed by one compiled kernel.
+    """Tiled attention in fp32 or bf16 without a mask, computed by a single compiled kernel.
 
     Args:
         spec: the call.
@@ -34,7 +36,7 @@ class Fused:
         self._spec, self._seed = spec, seed
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, result: Tensor) -> Tensor:
-        """Write the output to ``result``.
+        """Write the attention output to ``result``.
 
         Return the normalizer ``[b · g, sq, r, 1]`` (base 2, fp32).
 
@@ -68,7 +70,7 @@ class Fused:
         return grads
 
     def _segments(self, q: Tensor) -> Iterator[tuple[Tile, attention.Weighting]]:
-        """Yield the visible part of each segment, and a description of how its attention weights are
+        """Yield the visible part of each segment with a description of how its attention weights are
         computed.
         """
         spec, keep = self._spec, keep_of(self._spec.dropout_p)

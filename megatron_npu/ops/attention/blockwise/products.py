@@ -1,4 +1,6 @@
-"""Compute the matmuls of an attention tile, and choose the dtypes of operands and sums."""
+"""Compute the matmuls of an attention tile, and choose the dtypes of their operands and of the
+accumulated sums.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ _LONGEST_STRIDED = 512  # tokens
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, weights and sums over tiles: fp32, or fp64 if the call is in fp64."""
+    """Return the dtype of scores, weights and accumulated sums: fp64 for calls in fp64, and fp32 for all
+    others.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of matmul operands: bf16 for bf16 tensors on processors with fast bf16 matmuls."""
+    """Return the dtype of matmul operands, which is bf16 for bf16 tensors on processors with fast bf16
+    matmuls.
+    """
     return dtype if dtype is torch.bfloat16 and multiplies_bf16() else sum_dtype(dtype)
 
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Return True if oneDNN has fast bf16 matmuls on this processor, for which AVX512 or AMX is required."""
+    """Return True if oneDNN has fast bf16 matmuls on this processor, which requires AVX512 or AMX."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -43,7 +49,7 @@ def multiplies_strided(grouped: Tensor, by_one_kernel: bool) -> bool:
 
 
 def is_ours(dtype: torch.dtype) -> bool:
-    """Return True if our kernel multiplies operands of this dtype, accumulating in fp32."""
+    """Return True if our own kernel multiplies operands of this dtype, with accumulation in fp32."""
     return dtype is torch.bfloat16 and products.has_kernel()
 
 
@@ -69,7 +75,7 @@ class TileProducts:
         self.dtype, self._buffers = dtype, buffers
 
     def rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in the operands' dtype.
+        """Return ``tensor`` converted to the dtype of the matmul operands.
 
         A conversion uses the buffer ``name``.
         """
@@ -78,7 +84,7 @@ class TileProducts:
         return self._buffers.take(name, tuple(tensor.shape), self.dtype).copy_(tensor)
 
     def precise(self, out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Write ``factor · left · rightᵀ``, ``[heads, n, m]`` in dtype ``sums``, from unrounded operands.
+        """Compute ``factor · left · rightᵀ``, ``[heads, n, m]``, from operands that are not rounded to bf16.
 
         Args:
             out: the output tensor.
@@ -100,7 +106,7 @@ class TileProducts:
         torch.baddbmm(out, left, right, beta=0, alpha=factor, out=out)
 
     def add(self, total: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
-        """Add ``factor · left · right`` to ``total``, whose dtype is ``sums``."""
+        """Add ``factor · left · right`` to the tensor ``total``, which has a dtype for accumulated sums."""
         if products.takes(left, right) and products.takes_result(total):
             products.multiply(left, right, total, factor=factor, add=True)
             return
@@ -113,7 +119,7 @@ class TileProducts:
 
 @contextlib.contextmanager
 def bf16_products(dtype: torch.dtype) -> Iterator[None]:
-    """Allow oneDNN to round fp32 matmul operands to bf16 inside the block if ``dtype`` is bf16.
+    """Allow oneDNN to round fp32 matmul operands to bf16 inside the ``with`` block if ``dtype`` is bf16.
 
     Queries, keys and values lose nothing; weights are rounded as in any bf16 kernel; sums and softmax stay
     fp32. On processors with AMX, the matmuls take half the time; on other processors, nothing changes. The

@@ -1,4 +1,4 @@
-"""Compute the scores, the mask and the softmax of an attention tile."""
+"""Compute the scores of an attention tile, apply the mask, and compute the softmax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_npu.ops.caching import lru_cache_tensors
 
 
 class TileSoftmax:
-    """Softmax of the attention scores of every tile.
+    """Softmax of the attention scores, computed tile by tile.
 
     Args:
         spec: the call.
@@ -39,7 +39,7 @@ class TileSoftmax:
         return self._buffers.take("scores", tile.shape, self._products.sums)
 
     def weights(self, tile: Tile, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the weights ``[heads, queries · r, keys]`` before dropout.
+        """Return a tile's attention weights ``[heads, queries · r, keys]`` before dropout.
 
         Args:
             tile: the tile to compute.
@@ -55,13 +55,13 @@ class TileSoftmax:
         return weights if has_keys is None else weights.mul_(has_keys)
 
     def rounds(self, dtype: torch.dtype) -> bool:
-        """Return True if one pass can convert unmasked scores to weights in ``dtype``."""
+        """Return True if a single pass can convert unmasked scores to attention weights in ``dtype``."""
         return self._mask is None and dtype is torch.bfloat16 and compiled.available()
 
     def rounded_weights(
         self, tile: Tile, rows: Tensor, columns: Tensor, weights: Tensor | None, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the weights after dropout in bf16, if ``rounds`` allows it.
+        """Return a tile's attention weights in bf16 after dropout; call this only if ``rounds`` returns True.
 
         All unrounded weights are written to ``weights``.
         """
@@ -77,8 +77,8 @@ class TileSoftmax:
     def rounded_backward(
         self, tile: Tile, grad: Tensor, weights: Tensor, kept: compiled.Kept | None
     ) -> Tensor:
-        """Return the gradient of the scores in bf16 from that of the kept weights, if ``rounds`` allows
-        it.
+        """Return the bf16 gradient of the scores, given that of the kept weights; call this only if
+        ``rounds`` returns True.
         """
         rounded = self._buffers.take("dropped", tile.shape, torch.bfloat16)
         compiled.softmax_backward(grad, weights, rounded, kept)
@@ -92,12 +92,12 @@ class TileSoftmax:
 
     @staticmethod
     def backward(grad: Tensor, weights: Tensor) -> None:
-        """Replace the gradient of the weights with the gradient of the scores."""
+        """Replace the gradient of the attention weights with the gradient of the scores, in place."""
         torch.ops.aten._softmax_backward_data.out(grad, weights, -1, weights.dtype, grad_input=grad)
 
 
 def _forbid_beyond_window(scores: Tensor, tile: Tile) -> None:
-    """Set ``[heads, queries, r, keys]`` to -inf beyond the segment's window.
+    """Set the scores ``[heads, queries, r, keys]`` of all keys outside the segment's window to -inf.
 
     Only the corners of a tile are touched: between its two diagonals every query sees every key. The corners
     are added, not filled in: masked_fill_ takes several times as long (torch 2.13).

@@ -1,4 +1,4 @@
-"""Split the visible query-key pairs into tiles: runs of queries with all keys that they attend to.
+"""Split the visible query-key pairs into tiles: consecutive queries with all keys that they attend to.
 
 A tile contains whole rows of scores, so the softmax needs no running maximum. Work and memory grow with
 queries × visible keys; a tile has at most ``TILE_AREA`` elements, or one row of scores.
@@ -24,7 +24,7 @@ TILE_AREA = 1 << 20
 
 
 class Tile(NamedTuple):
-    """A tile of attention: heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one
+    """A tile of an attention call: heads ``[h0, h1)``, and queries ``[q0, q1)`` over keys ``[k0, k1)`` of one
     segment.
 
     The heads are the b · g key heads of all batches; each of them has ``repeats`` query heads.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of the scores: heads, queries · repeats, keys."""
+        """The shape of the tile's scores: heads, queries (times query heads per key head), and keys."""
         return self.h1 - self.h0, (self.q1 - self.q0) * self.repeats, self.k1 - self.k0
 
     @property
@@ -62,12 +62,12 @@ class Tile(NamedTuple):
 
 
 def most_rows(segment: Segment) -> int:
-    """Return the maximum number of query rows in a tile: queries times query heads per key head."""
+    """Return the maximum number of rows in a tile, counted as queries times query heads per key head."""
     return TILE_ROWS_OF_ALL_KEYS if segment.sees_all_keys() else TILE_ROWS
 
 
 def tiles(heads: int, spec: AttentionSpec) -> Iterator[Tile]:
-    """Yield tiles that cover the visible part of every segment, always in the same order.
+    """Yield the tiles that cover the visible part of every segment, always in the same order.
 
     Args:
         heads: number of key heads of all batches.

@@ -1,4 +1,6 @@
-"""Partition packed sequences over context-parallel ranks: each rank's tokens, and the visible keys."""
+"""Partition packed sequences over context-parallel ranks, and find the keys that each rank's queries
+attend to.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from megatron_npu.ops.attention.spec import PackedSequences
 
 
 class PackedSharding(NamedTuple):
-    """The distribution of packed sequences over ranks, and the keys visible to this rank's queries.
+    """The distribution of packed sequences over ranks, with the keys that are visible to this rank's queries.
 
     Attributes:
         sequence_order: ``[t]`` int64; indices that reorder the ranks' concatenated tokens into the order of
@@ -77,7 +79,7 @@ def packed_sharding(
 def ring_documents(
     cu_seqlens_padded: Sequence[int], cu_seqlens: Sequence[int], tokens: int, size: int
 ) -> tuple[Document, ...]:
-    """Return packed sequences in the form that ring attention over ``size`` ranks requires.
+    """Convert packed sequences to the form that ring attention over ``size`` ranks requires.
 
     Args:
         cu_seqlens_padded: start of each sequence and end of the last, with padding.
@@ -96,7 +98,7 @@ def ring_documents(
 
 
 def check_multiples(cu_seqlens: Sequence[int], cp_size: int) -> None:
-    """Check that each packed sequence can be split into two chunks for each of ``cp_size`` ranks.
+    """Check that the length of each packed sequence is a multiple of twice the number of ranks.
 
     Raises:
         UsageError: a length is not a multiple of 2·cp.
@@ -120,7 +122,7 @@ def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> N
 
 
 def token_indices(cu_seqlens: Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Return the indices of the packed tokens on a rank, ``[t / cp]`` int64, in host memory.
+    """Return the indices of the packed tokens that belong to a rank, ``[t / cp]`` int64, in host memory.
 
     Args:
         cu_seqlens: start of each sequence and end of the last, with padding.

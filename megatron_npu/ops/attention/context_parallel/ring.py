@@ -45,7 +45,8 @@ def ring_attention(
     sink: Tensor | None = None,
     flags: AttentionFlags = DEFAULTS,
 ) -> Tensor:
-    """Return the attention of this rank's queries over the keys of all ranks, ``[s, b, n, d]``, contiguous.
+    """Return the attention of this rank's queries over the keys of all ranks as a contiguous tensor ``[s, b,
+    n, d]``.
 
     Args:
         query: this rank's part of the sequence, ``[s, b, n, d]``; fp32, bf16 or fp16; s is even.
@@ -86,7 +87,7 @@ def _require_chunks(documents: Sequence[Document], tokens: int) -> None:
 
 
 class Route(NamedTuple):
-    """The keys that each rank's queries attend to.
+    """The routing of keys to the queries of each rank, for every step of the ring.
 
     The description is identical on all ranks except for ``rank``.
     """
@@ -98,14 +99,16 @@ class Route(NamedTuple):
 
     @property
     def goes_round(self) -> bool:
-        """True if keys are passed from rank to rank.
+        """True if keys are passed from rank to rank around the ring.
 
         Otherwise they are sent directly to the ranks that need them.
         """
         return self.window == (None, None)
 
     def parts(self, step: int) -> tuple[Part, ...]:
-        """Return this rank's attention blocks at ``step``, which use the keys of rank ``rank - step``."""
+        """Return the attention blocks of this rank at ``step``, which use the keys of rank ``rank -
+        step``.
+        """
         rank, size = self.group.rank(), self.group.size()
         return self._visible(rank, (rank - step) % size)
 
@@ -140,20 +143,20 @@ class _Transfer:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor | None:
-        """Wait for the sent and the received tensor, and return the received tensor."""
+        """Wait until one tensor is sent and another is received, and return the received tensor."""
         for request in self.requests:
             request.wait()
         return self.received
 
     def arrived(self) -> Tensor:
-        """Wait for the received tensor and return it."""
+        """Wait for the received tensor, and return it."""
         received = self.wait()
         assert received is not None
         return received
 
 
 def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[Part, ...]]]:
-    """Yield the keys and values ``[2, s, b, g, d]`` of each step, and the attention blocks that use them.
+    """Yield, for each step, the keys and values ``[2, s, b, g, d]`` and the attention blocks that use them.
 
     The tensors of the next step are already in transit. Steps at which this rank sees no keys have no parts,
     but they are yielded too, because all ranks must start their transfers in the same order.
@@ -172,7 +175,7 @@ def _arrivals(key_value: Tensor, route: Route) -> Iterator[tuple[Tensor, tuple[P
 
 
 def _fetch(key_value: Tensor, step: int, route: Route) -> _Transfer | None:
-    """Start exchanging the keys that ``step`` needs."""
+    """Start exchanging the keys that a ring step needs."""
     if step == route.group.size():
         return None
     if route.goes_round:
@@ -209,7 +212,7 @@ class _Homeward:
         self.expected: Spans = ()
 
     def send(self, step: int, arrived: Tensor, found: list[_KeyGradients]) -> None:
-        """Send the gradients of the keys ``arrived`` at ``step``.
+        """Send the gradients of the keys that were received at ``step`` to the rank that owns these keys.
 
         If keys are passed around a ring, the gradients of earlier steps are added first.
         """
@@ -240,7 +243,9 @@ class _Homeward:
             first += end - start
 
     def arrive(self) -> Tensor:
-        """Return the complete gradients of this rank's keys and values."""
+        """Wait for the gradients from the other ranks, and return the complete gradients of this rank's
+        keys and values.
+        """
         if self.route.goes_round:
             return self.own if self.transfer is None else self.transfer.arrived()
         self._take()
@@ -333,7 +338,7 @@ def _spec(
 
 
 def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the initial output and lse of queries that have not attended to any key yet."""
+    """Return the initial output and log-sum-exp for queries that have not attended to any key yet."""
     precise = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((query.size(1), query.size(2), query.size(0)), float("-inf"), dtype=precise)
     return torch.zeros_like(query, dtype=precise), lse
@@ -344,14 +349,14 @@ def _count(spans: Spans) -> int:
 
 
 def _take(tensor: Tensor, spans: Spans, dim: int = 0) -> Tensor:
-    """Return the tokens in ``spans`` along ``dim``, as a view for one span and as a copy for several."""
+    """Return the tokens in ``spans`` along ``dim``: a view for a single span, and a copy for several."""
     if len(spans) == 1:
         return tensor.narrow(dim, spans[0][0], spans[0][1] - spans[0][0])
     return tensor.index_select(dim, _index(spans, tensor.device))
 
 
 def _add(total: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add ``part`` to the tokens of ``total`` in ``spans``."""
+    """Add the tensor ``part`` to the tokens of ``total`` that ``spans`` selects."""
     if len(spans) == 1:
         total[spans[0][0] : spans[0][1]] += part
     else:
@@ -364,7 +369,9 @@ def _index(spans: Spans, device: torch.device) -> Tensor:
 
 
 def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's attention into the queries in ``spans``, as ``merge`` does for all queries."""
+    """Merge the attention over a block of keys into the queries in ``spans``, as ``merge`` does for all
+    queries.
+    """
     rows, totals = _take(output, spans), _take(lse, spans, 2)
     merge(rows, totals, block_output, block_lse)
     if len(spans) > 1:
@@ -373,7 +380,7 @@ def _merge_rows(output: Tensor, lse: Tensor, spans: Spans, block_output: Tensor,
 
 
 def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention over another block of keys into ``output`` and ``lse``, in place.
+    """Merge the attention over another block of keys into ``output`` and ``lse`` (log-sum-exp), in place.
 
     Args:
         output: ``[s, b, n, d]`` in fp32.
@@ -387,5 +394,7 @@ def merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) 
 
 
 def _share(logarithm: Tensor) -> Tensor:
-    """Reshape ``[b, n, s]`` to factors ``[s, b, n, 1]``."""
+    """Reshape per-query factors ``[b, n, s]`` to ``[s, b, n, 1]``, so that they broadcast over the
+    attention output.
+    """
     return logarithm.exp().permute(2, 0, 1).unsqueeze(-1)

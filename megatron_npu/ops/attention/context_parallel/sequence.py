@@ -1,4 +1,4 @@
-"""Gather a partitioned sequence, exchange its tokens for heads (all-to-all), and reorder it.
+"""Gather a partitioned sequence, exchange its tokens for heads (all-to-all), and reorder its tokens.
 
 In megatron-core's load-balanced order, a sequence is split into 2·cp equal chunks, and rank r has chunks r
 and 2·cp - 1 - r, concatenated. "By rank" refers to the shape ``[cp, s / cp, ...]``, which contains the chunks
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def chunk_starts(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the start positions in the whole sequence of the two chunks on this rank."""
+    """Return the start positions of this rank's two chunks in the whole sequence."""
     size, rank, chunk = group.size(), group.rank(), tokens // 2
     return rank * chunk, (2 * size - 1 - rank) * chunk
 
 
 def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather ``[s / cp, ...]`` from all ranks into ``[cp, s / cp, ...]``.
+    """Gather the parts ``[s / cp, ...]`` of all ranks into a tensor ``[cp, s / cp, ...]``.
 
     The backward pass reduce-scatters the gradient.
     """
@@ -29,7 +29,7 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tokens of all ranks for this rank's heads, using the all-to-all before attention.
+    """Exchange tokens for heads before attention, and return the tokens of all ranks for this rank's heads.
 
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023.
 
@@ -45,7 +45,7 @@ def a2a_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Undo ``a2a_gather_sequence`` after attention.
+    """Exchange heads for tokens after attention, and return this rank's tokens for all heads.
 
     The input is ``[cp, s / cp, ..., n / cp, d]``.
     """
@@ -53,7 +53,7 @@ def a2a_gather_heads(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_sequence_order(by_rank: Tensor) -> Tensor:
-    """Reorder ``[cp, s / cp, ...]`` into sequence order, ``[s, ...]``."""
+    """Reorder the ranks' parts ``[cp, s / cp, ...]`` into sequence order ``[s, ...]``."""
     first, second = by_rank.unflatten(1, (2, -1)).unbind(1)
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
@@ -65,7 +65,7 @@ def to_rank_order(sequence: Tensor, cp_size: int) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather along a new first dimension.
+    """Differentiable all-gather along a new first dimension.
 
     The backward pass sums each gradient on the rank that owns it.
     """
@@ -85,7 +85,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all along the first dimension ``[cp, ...]``.
+    """Differentiable all-to-all along the first dimension of ``[cp, ...]``.
 
     The gradient is another all-to-all.
     """

@@ -1,4 +1,4 @@
-"""Find the visible pairs of one rank's queries and another rank's keys, the work of one ring step.
+"""Find which keys of another rank are visible to this rank's queries in one step of ring attention.
 
 Each document (a whole sequence, or one of several packed sequences) is split into 2·size chunks; rank r holds
 the concatenation of chunks r and 2·size - 1 - r of each document, and the documents are concatenated too.
@@ -17,7 +17,7 @@ Spans = tuple[Span, ...]  # in order, with gaps in between
 
 
 class Document(NamedTuple):
-    """A sequence that is partitioned over the ranks.
+    """The length of a sequence that is partitioned over the ranks.
 
     Attributes:
         tokens: number of its tokens on each rank, in two chunks of equal length.
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The query-key pairs that one kernel call computes.
+    """The queries and keys that one kernel call processes.
 
     Attributes:
         queries: spans of this rank's tokens.
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 def visible_parts(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> tuple[Part, ...]:
-    """Return the keys of rank ``source`` that are visible to queries of ``rank``.
+    """Return the parts of rank ``source``'s keys that are visible to queries of ``rank``.
 
     The result is empty if no key is visible.
 
@@ -73,7 +73,7 @@ _Pair = tuple[Span, Span, Window]
 def _plain_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool
 ) -> Iterator[_Pair]:
-    """Yield one query-key pair of ranges per document.
+    """Yield one pair per document: a range of queries and the range of keys that they attend to.
 
     Without a window, chunks need no separate treatment.
 
@@ -104,7 +104,9 @@ def _plain_pairs(
 def _band_pairs(
     rank: int, source: int, size: int, documents: tuple[Document, ...], causal: bool, window: Window
 ) -> Iterator[_Pair]:
-    """Yield pairs of chunks, restricted to queries with a visible key and to keys that are visible."""
+    """Yield pairs of chunks, limited to queries that see at least one key and to keys that at least one
+    query sees.
+    """
     first = 0
     for document in documents:
         chunk = document.tokens // 2
@@ -118,7 +120,7 @@ def _band_pairs(
 
 
 def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[int, int]]:
-    """Yield the indices of the two chunks of rank ``source``, with each chunk's number of keys without
+    """Yield the indices of the two chunks of rank ``source``, each with its number of keys without
     padding.
     """
     chunk = document.tokens // 2
@@ -127,7 +129,9 @@ def _key_chunks(source: int, size: int, document: Document) -> Iterator[tuple[in
 
 
 def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
-    """Yield the nonempty part of ``segment``, whose first query and key are tokens ``query`` and ``key``."""
+    """Yield the part of ``segment`` that has visible keys, as a pair of token ranges, unless this part is
+    empty.
+    """
     part = segment.part(*segment.rows_with_keys())
     if part is not None:
         window = part.window_left, part.window_right
@@ -135,7 +139,7 @@ def _cut_down(segment: Segment, query: int, key: int) -> Iterator[_Pair]:
 
 
 def _joined(pairs: Iterable[_Pair]) -> Part:
-    """Concatenate the pairs for a single kernel call."""
+    """Concatenate the pairs so that a single kernel call can process them."""
     queries: list[Span] = []
     keys: list[Span] = []
     segments = []
@@ -150,7 +154,7 @@ def _joined(pairs: Iterable[_Pair]) -> Part:
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """Return the spans in order, with overlapping and adjacent spans merged."""
+    """Return ``spans`` in order, with overlapping and adjacent spans merged."""
     joined: list[Span] = []
     for first, last in sorted(spans):
         if joined and first <= joined[-1][1]:
@@ -161,7 +165,7 @@ def union(spans: Iterable[Span]) -> Spans:
 
 
 def within(spans: Spans, whole: Spans) -> Spans:
-    """Return the positions of ``spans`` in the concatenated tokens of ``whole``.
+    """Return the positions of ``spans`` in the concatenated tokens of the spans ``whole``.
 
     ``whole`` contains all of ``spans``.
     """

@@ -1,1 +1,4 @@
-"""Define the Triton kernels. Each module imports triton; launchers import these modules only at launch."""
+"""Define the Triton kernels, which only launchers import, at the first launch.
+
+Each module of this package imports triton.
+"""

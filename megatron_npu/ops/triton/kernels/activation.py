@@ -1,4 +1,4 @@
-"""Compute GELU (tanh form), SwiGLU and GEGLU after a bias in one pass per direction.
+"""Compute GELU (tanh form), SwiGLU and GEGLU of an input plus a bias, with one kernel per direction.
 
 A program processes ``ROWS`` x ``COLUMNS`` values at a time; in backward ``per`` rows, tile by tile.
 """
@@ -68,7 +68,9 @@ def bias_gelu_backward(
     grad, x, bias, d_x, partial, rows, width, per,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums ``[chunks, width]``."""
+    """Write the gradient of ``x`` and, if there is a bias, partial sums ``[chunks, width]`` of that
+    gradient.
+    """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -96,7 +98,9 @@ def gated(
     x, bias, out, rows, half,
     SILU: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``curve(a) * b``, ``[rows, half]``, from ``[rows, 2 half]``, whose halves are a and b."""
+    """Compute ``curve(a) * b``, ``[rows, half]``, from a tensor ``[rows, 2 half]`` whose halves are a and
+    b.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
@@ -116,7 +120,9 @@ def gated_backward(
     grad, x, bias, d_x, partial, rows, half, per,
     SILU: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums ``[chunks, 2 half]``."""
+    """Write the gradient of ``x`` and, if there is a bias, partial sums ``[chunks, 2 half]`` of that
+    gradient.
+    """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

@@ -1,4 +1,6 @@
-"""Compute a multi-tensor Adam step in one launch, which also writes 16-bit copies of the weights."""
+"""Compute an Adam step for many tensors in one kernel launch, which also writes 16-bit copies of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def at(table, owner, column, begin, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to element ``begin`` of an array in the table.
+    """Return a pointer to element ``begin`` of an array whose address is stored in the table.
 
     ``begin`` is a multiple of the block size.
     """
@@ -24,7 +26,7 @@ def update(
     factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, PARTIAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of values at the given pointers.
+    """Update one block of values, given the pointers to them.
 
     With ``PARTIAL``, only its first ``left`` values exist.
     """
@@ -55,7 +57,8 @@ def step(
     table, sizes, firsts, owners, factor, decay, l2, keep1, new1, keep2, new2, size_of_step, root, eps,
     NARROW: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of one tensor: weights, gradients and both moments in fp32, and the 16-bit copy.
+    """Update one block of a tensor: weights, gradients and both moments in fp32, and the 16-bit copy of the
+    weights.
 
     Args:
         table: int64 ``[tensors, 5]``, the addresses of these five.

@@ -1,4 +1,4 @@
-"""Compute cross-entropy of rows of logits in one pass per direction.
+"""Compute the cross-entropy of rows of logits, with one kernel per direction.
 
 A program handles a row or a part of a row.
 """
@@ -67,7 +67,7 @@ def backward(
     grads, logits, targets, normalizers, out, stride, out_stride, words, start, ignored, share, size,
     SMOOTH: tl.constexpr, IGNORES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``BLOCK`` logits of a row to ``out``.
+    """Write the gradient of ``BLOCK`` logits of one row to ``out``.
 
     ``out`` may be the logits tensor itself.
     """

@@ -1,4 +1,4 @@
-"""Compute bias, dropout and residual.
+"""Add a bias, apply dropout and add a residual, with one kernel per direction.
 
 The backward pass recomputes the mask, so that no mask is stored.
 """
@@ -11,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def kept(seed, row, width, level, COLUMNS: tl.constexpr, first_column):
-    """Return which of ``COLUMNS`` values, starting at ``first_column``, are kept in rows ``[n]``, ``[n,
-    COLUMNS]``.
+    """Return a mask ``[n, COLUMNS]`` of the values that dropout keeps in n rows, starting at column
+    ``first_column``.
 
     Every four neighbors in a row share one Philox draw, whose number is their index in the whole tensor, so
     that the decision about a value does not depend on how the tensor is tiled.
@@ -32,7 +32,7 @@ def bias_dropout_add(
     x, bias, residual, out, seeds, rows, width, level, scale,
     BIAS: tl.constexpr, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``residual + dropout(x + bias)``.
+    """Write ``residual + dropout(x + bias)`` to the output.
 
     All tensors are ``[rows, width]`` except the bias ``[width]``.
     """
@@ -56,7 +56,7 @@ def dropped_gradient(
     grad, d_x, partial, seeds, rows, width, per, level, scale,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x`` and, with a bias, the gradient's partial sums."""
+    """Write the gradient of ``x`` and, if there is a bias, partial sums of that gradient."""
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)

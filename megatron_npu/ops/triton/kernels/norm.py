@@ -1,4 +1,4 @@
-"""Compute layer norm and RMS norm with one program per row, optionally after a residual addition.
+"""Compute layer norm and RMS norm, optionally after adding a residual, with one program per row.
 
 ``LAYER`` selects a layer norm with mean and bias; otherwise, it is an RMS norm. With ``ADD``, the input of
 the norm is ``residual + dropout(x + shift)``, which is written too.
@@ -18,8 +18,8 @@ def forward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, ADD: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of ``[rows, width]``, and means (layer norm) and inverse deviations in fp32
-    ``[rows]``.
+    """Write the norm of ``[rows, width]``, and fp32 ``[rows]`` means (layer norm only) and inverse
+    deviations.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.arange(0, COLUMNS)
@@ -59,7 +59,7 @@ def backward(
     LAYER: tl.constexpr, CENTERED: tl.constexpr, TOTAL: tl.constexpr, SHIFT: tl.constexpr,
     DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the norm's input, plus ``of_total`` if given.
+    """Write the gradient of the norm's input, with ``of_total`` added if it is given.
 
     Each program handles ``per`` rows.
 

@@ -16,7 +16,7 @@ def turn(
     FORTH: tl.constexpr, INTERLEAVED: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first ``turned`` values of each head in ``[first, second, heads, size]``.
+    """Rotate the first ``turned`` values of each head in a tensor ``[first, second, heads, size]``.
 
     Tables have strides of 0 where one value applies to all. ``REST`` is the rest of a head, rounded up to a
     power of two.

@@ -1,4 +1,4 @@
-"""Sum over rows in two stages with a fixed order: sums of chunks of rows, then the sum of the chunks."""
+"""Sum over rows in a fixed order in two stages: first within chunks of rows, then over the chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum ``[rows, width]`` into fp32 ``[chunks, width]``, with ``per`` rows per chunk, as the first
-    stage.
+    """Sum ``[rows, width]`` over chunks of ``per`` rows, giving fp32 ``[chunks, width]``, the first of
+    two stages.
     """
     first = tl.program_id(0).to(tl.int64) * per
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -24,7 +24,7 @@ def of_chunks(x, partial, rows, width, per, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def of_columns(partial, out, chunks, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum fp32 ``[chunks, width]`` to ``[width]``, as the second stage."""
+    """Sum fp32 ``[chunks, width]`` over the chunks, giving ``[width]``, the second of two stages."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)

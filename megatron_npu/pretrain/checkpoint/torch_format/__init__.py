@@ -1,4 +1,4 @@
-"""Read and write checkpoints in the format ``torch``, with one ``model_optim_rng.pt`` per rank.
+"""Read and write checkpoints in the format ``torch``, which has one file ``model_optim_rng.pt`` per rank.
 
 This is the only format of Megatron-LM 285068c8, NVIDIA's 345M model and Megatron-DeepSpeed's converted
 models. megatron-core's scripts write it with ``--ckpt-format torch``. ``files`` finds and reads the files,

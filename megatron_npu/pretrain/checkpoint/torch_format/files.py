@@ -32,7 +32,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Checkpoint files of all ranks.
+    """The checkpoint files of all ranks.
 
     Attributes:
         tensor, pipeline: the tensor- and pipeline-parallel sizes.
@@ -45,7 +45,8 @@ class RankFiles:
 
 
 def untracked(root: str | Path) -> Path | None:
-    """Return the checkpoint in a directory without a tracker: ``release/`` or the directory itself.
+    """Return the checkpoint in a directory without a tracker file, which is ``release/`` or the directory
+    itself.
 
     A single ``model_optim_rng.pt`` is accepted too, given as a file or as its directory.
     """
@@ -55,7 +56,7 @@ def untracked(root: str | Path) -> Path | None:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Return True if a checkpoint's directory has the format ``torch``."""
+    """Return True if a checkpoint's directory contains files in the format ``torch``."""
     return (
         any(_FOLDER.fullmatch(place.name) for place in path.glob("mp_rank_*")) or _file_in(path) is not None
     )
@@ -86,7 +87,7 @@ def ranks(path: Path) -> RankFiles:
 
 
 def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the existing files, keyed by tensor and pipeline rank."""
+    """Return the files that exist, keyed by tensor- and pipeline-parallel rank."""
     paths = {}
     for folder in sorted(path.glob("mp_rank_*")):
         named = _FOLDER.fullmatch(folder.name)
@@ -97,7 +98,7 @@ def _by_rank(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> None:
-    """Check that the number of rank files equals the number of ranks in a file's arguments.
+    """Check that the number of rank files equals the number of ranks in the stored arguments.
 
     Raises:
         UsageError: the numbers differ, because the files of the last ranks are missing.
@@ -117,7 +118,7 @@ def _incomplete(path: Path, what: str) -> UsageError:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the content of a rank's file.
+    """Return the content of the file of one rank.
 
     Tensors stay on disk until they are used.
 
@@ -131,7 +132,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def arguments(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in a rank's file, or None.
+    """Return the arguments stored in the file of one rank, or None if there are none.
 
     NVIDIA's first checkpoints contain no arguments.
     """

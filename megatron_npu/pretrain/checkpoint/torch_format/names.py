@@ -1,4 +1,4 @@
-"""Map parameter names and layouts between 285068c8 (and older versions) and megatron-core."""
+"""Convert parameter names and layouts between 285068c8 (and older versions) and megatron-core."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def to_285068c8(name: str) -> list[str]:
 
 
 def in_todays_order(name: str, tensor: Tensor, version: float, heads: int) -> Tensor:
-    """Reorder ``linear_qkv`` so that the query, key and value of each head are adjacent.
+    """Reorder the rows of ``linear_qkv`` so that the query, key and value of each head are adjacent.
 
     Other weights are not changed.
 
@@ -116,7 +116,7 @@ def layers_in(names: Mapping[str, Any]) -> set[int]:
 
 
 def renumbered(name: str, by: int) -> str:
-    """Return a parameter name with its layer number shifted.
+    """Return a parameter name with a shifted layer number.
 
     Names without a layer number are not changed.
     """

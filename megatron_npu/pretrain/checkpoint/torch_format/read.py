@@ -1,4 +1,4 @@
-"""Assemble a model from the checkpoint files of all ranks, whatever its training layout was."""
+"""Assemble a model from the checkpoint files of all ranks, whatever its layout was in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _say(message: str) -> None:
 
 
 class Checkpoint:
-    """Complete weights of a checkpoint under megatron-core's names, with its description.
+    """The complete weights of a checkpoint under megatron-core's names, with the checkpoint's description.
 
     Args:
         path: the checkpoint's directory.
@@ -72,7 +72,7 @@ class Checkpoint:
         )
 
     def _number(self, values: Mapping[str, Any], name: str) -> float:
-        """Return a number from the description, or 0 if it is missing."""
+        """Return a number from the checkpoint's description, or 0 if it is missing."""
         value = values.get(name) or 0
         if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise self._damaged(f"{name} is {value!r}")
@@ -85,7 +85,7 @@ class Checkpoint:
             raise self._damaged("its model is not a mapping of names to weights")
 
     def _gather(self, found: files.RankFiles) -> None:
-        """Collect each rank's part of every weight, with layers renumbered for the whole model."""
+        """Collect the parts of every weight from all ranks, and number the layers for the whole model."""
         for tensor in range(found.tensor):
             stages = [_chunks(files.read(found.paths[tensor, stage])) for stage in range(found.pipeline)]
             self._require_tables(stages)
@@ -105,7 +105,7 @@ class Checkpoint:
         return self._parts.keys() - extra
 
     def whole(self, name: str) -> Tensor:
-        """Return a complete weight in host memory.
+        """Return a complete weight, assembled in host memory.
 
         Raises:
             UsageError: the checkpoint has no such weight, or some ranks' parts are missing.
@@ -127,7 +127,7 @@ class Checkpoint:
         return names.in_todays_order(name, part, self._version, heads)
 
     def _deduced(self) -> dict[str, Any]:
-        """Return the arguments of a GPT-2 model, deduced from the weights' shapes.
+        """Return the arguments of a GPT-2 model, deduced from the shapes of its weights.
 
         Old files contain no arguments.
         """
@@ -148,7 +148,7 @@ class Checkpoint:
         }
 
     def _assume_fused_gelu(self) -> None:
-        """Assume the default, fused GELU if Megatron's conversion tool has dropped the flag."""
+        """Assume the default value, the fused GELU, if Megatron's conversion tool has dropped the flag."""
         if all(self.args.get(name) is value for name, value in _OF_THE_TOOL.items()):
             self.args["bias_gelu_fusion"] = True
             _say(
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the model chunks in a rank's file.
+    """Return the model chunks in the file of one rank.
 
     With interleaved pipeline stages, there are several.
     """
@@ -181,7 +181,7 @@ def _chunks(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load a checkpoint's weights into this rank's chunks of a model with any layout.
+    """Load the weights of a checkpoint into this rank's chunks of a model with any layout.
 
     Vocabulary rows that are missing from the checkpoint are set to zero.
 
@@ -209,7 +209,7 @@ def load_weights(model: Sequence[torch.nn.Module], path: Path) -> None:
 
 
 def _in_whole_model(chunk: Any, name: str) -> str:
-    """Convert a weight's name in a chunk to its name in the whole model."""
+    """Convert the name of a weight in a chunk to its name in the whole model."""
     numbers = sorted(names.layers_in({name: None}))
     if not numbers:
         return name

@@ -1,4 +1,4 @@
-"""Join and split tensor-parallel weights, identified by their megatron-core names."""
+"""Join and split tensor-parallel weights, which are identified by their megatron-core names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cut(name: str, tensor: Tensor, size: int, *, gated: bool) -> list[Tensor]:
 
 
 def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return a vocabulary weight ``[V, h]`` with the given number of rows.
+    """Return a weight ``[V, h]`` of the vocabulary, padded or truncated to the given number of rows.
 
     Padding is removed, or zeros are added.
     """

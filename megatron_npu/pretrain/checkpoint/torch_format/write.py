@@ -1,4 +1,4 @@
-"""Write one file per rank, for Megatron-LM 285068c8 (GPT-2) or megatron-core (other models).
+"""Write one checkpoint file per rank, for Megatron-LM 285068c8 (GPT-2) or megatron-core (other models).
 
 285068c8 does not support rotary positions, RMSNorm or gated MLPs. megatron-core's scripts also load the
 format (``--ckpt-format torch``), with their own weight names and with layers counted from 0 in each stage.
@@ -50,7 +50,7 @@ _KEPT = """
 
 
 def is_of_285068c8(args: Flags) -> bool:
-    """Return True if the files are for 285068c8.
+    """Return True if the files are written for Megatron-LM 285068c8.
 
     This is the case for models with learned positions.
     """
@@ -58,7 +58,7 @@ def is_of_285068c8(args: Flags) -> bool:
 
 
 def require_writable(args: Flags, tensor: int, pipeline: int) -> None:
-    """Check that Megatron's scripts can load the model, and that the model can be split into these sizes.
+    """Check that Megatron's scripts can load the model, and that it can be split into the given sizes.
 
     Args:
         args: the trainer's arguments for the model.
@@ -117,7 +117,7 @@ def _refusal(problem: str) -> UsageError:
 
 
 def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, pipeline: int) -> None:
-    """Write ``release/mp_rank_TT[_PPP]/model_optim_rng.pt`` for each rank, and the tracker.
+    """Write ``release/mp_rank_TT[_PPP]/model_optim_rng.pt`` for each rank, and the tracker file.
 
     Args:
         root: the folder to pass to ``--load``.
@@ -146,7 +146,7 @@ def write(root: Path, args: Flags, weights: Mapping[str, Tensor], tensor: int, p
 def _of_rank(
     args: Flags, weights: Mapping[str, Tensor], tensor: tuple[int, int], pipeline: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight and the rank's part of the weight.
+    """Yield the name of each weight, and the part of the weight for the given rank.
 
     ``tensor`` and ``pipeline`` are pairs (rank, size).
     """
@@ -213,7 +213,7 @@ def _arguments(args: Flags, tensor: int, pipeline: int) -> Namespace:
 
 
 def flags(args: Flags, tensor: int, pipeline: int) -> list[str]:
-    """Return the flags with which 285068c8 loads the model."""
+    """Return the flags that 285068c8 needs to load the model."""
     values = {
         "--num-layers": args.num_layers,
         "--hidden-size": args.hidden_size,

@@ -1,4 +1,4 @@
-"""Support parameters that torch's FSDP shards by rows in megatron-core's checkpoints.
+"""Support parameters that torch's FSDP shards by rows in checkpoints of megatron-core.
 
 megatron-core (0.12 to 0.19) writes such rows as parts of the whole tensor, so the checkpoint equals that of a
 run without FSDP and can be resumed with any layout. This module handles the cases that megatron-core leaves
@@ -20,7 +20,8 @@ from megatron_npu.base.errors import UsageError
 
 
 def require_even(model: Sequence[torch.nn.Module]) -> None:
-    """Check that every rank has the same number of rows, as megatron-core's checkpoints require.
+    """Check that all ranks have the same number of rows of each parameter, as megatron-core's checkpoints
+    require.
 
     Raises:
         UsageError: the rows of a parameter cannot be divided equally among the ranks.
@@ -38,7 +39,7 @@ def require_even(model: Sequence[torch.nn.Module]) -> None:
 
 
 def cut_as_rows(chunk: torch.nn.Module, content: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk's ``sharded_state_dict`` with the weights of gated MLPs sharded by rows.
+    """Return the ``sharded_state_dict`` of a model chunk, with the weights of gated MLPs sharded by rows.
 
     megatron-core (up to 0.19) treats each rank's rows as half gate, half input. With FSDP, the first ranks
     have the gate and the others the input, so the checkpoint could only be loaded with the same number of
@@ -74,7 +75,7 @@ def _rows(factory: Any) -> Any:
 
 
 def shared_out(content: Any, current: Any) -> Any:
-    """Return ``content`` with the loaded rows sharded in the same way as those in ``current``.
+    """Shard the loaded rows in ``content`` in the same way as those in ``current``, and return the result.
 
     Args:
         content: dictionaries and lists of tensors and other values.
@@ -97,7 +98,7 @@ def shared_out(content: Any, current: Any) -> Any:
 
 
 def rows_of_rank(parameter: Tensor) -> tuple[Tensor, slice]:
-    """Return this rank's rows of a parameter and their indices.
+    """Return this rank's rows of a parameter, and the indices of these rows.
 
     An unsharded parameter is returned whole.
     """

@@ -1,4 +1,4 @@
-"""Access a model's weights for megatron-core's checkpoints without a second copy in memory.
+"""Give megatron-core's checkpoints access to a model's weights without a second copy in memory.
 
 megatron-core splits some parameters, such as the halves of a gated MLP, into several tensors of a checkpoint.
 megatron-core clones each of these views when writing, and concatenates new tensors after reading, which
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def read_in_place(wanted: dict[str, Any]) -> None:
-    """Read directly into views of parameters instead of concatenating the parts afterwards.
+    """Read a checkpoint directly into views of the parameters, instead of concatenating the parts afterwards.
 
     Args:
         wanted: the result of a model's ``sharded_state_dict``; changed in place.
@@ -31,7 +31,7 @@ def read_in_place(wanted: dict[str, Any]) -> None:
 
 
 def _whole(parameter: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Return the parameter if all parts are views of its memory, and the merged parts otherwise."""
+    """Return the parameter itself if all parts are views of its memory, and the merged parts otherwise."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     home = _memory(parameter)
@@ -44,7 +44,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class GivenAway:
-    """Model that is not used after saving, so that split parameters are moved into the checkpoint.
+    """A model that is not used after saving, so that its parameters can be moved into the checkpoint.
 
     Pass it to the saving functions instead of the model.
 
@@ -60,7 +60,7 @@ class GivenAway:
         return self._model.parameters()
 
     def sharded_state_dict(self, *, metadata: Any = None) -> dict[str, Any]:
-        """Return the model's ``sharded_state_dict`` with each tensor in separate memory."""
+        """Return the model's ``sharded_state_dict``, in which each tensor has its own memory."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

@@ -1,4 +1,5 @@
-"""Fill padding rows of the vocabulary if the run's layout requires more rows than the checkpoint has.
+"""Fill the padding rows of the vocabulary if the run's layout requires more rows than the checkpoint
+contains.
 
 megatron-core fills these rows with zeros, so that their logit is 0. In a model whose other logits are far
 below 0, such as OpenAI's GPT-2, this would make a padding token the most likely one. Here these rows are the
@@ -19,7 +20,7 @@ from megatron_npu.pretrain.model.gpt import unwrap
 
 
 def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the padding row of a vocabulary, ``[h]`` fp32.
+    """Return the row ``[h]`` with which the vocabulary is padded, which is the mean of its rows in fp32.
 
     Args:
         rows: [rows, h], this process's rows that represent tokens; may be empty.
@@ -35,7 +36,7 @@ def mean_row(rows: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | Non
 
 @torch.no_grad()
 def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> None:
-    """Fill the vocabulary rows that are missing from a checkpoint. All ranks must call this.
+    """Fill the rows of the vocabulary that are missing from a checkpoint. All ranks must call this.
 
     Args:
         model: this process's chunks of the model.
@@ -50,7 +51,7 @@ def fill(model: Sequence[torch.nn.Module], saved_rows: int, vocab_size: int) -> 
 
 
 def _fill_shard(weight: torch.Tensor, saved_rows: int, vocab_size: int) -> None:
-    """Fill the missing rows in this rank's part ``[rows, h]``.
+    """Fill the missing rows in this rank's part ``[rows, h]`` of the vocabulary.
 
     torch's FSDP may have sharded the part.
     """

@@ -1,4 +1,4 @@
-"""Check the flags group by group.
+"""Check the flags of the built-in trainer, one group after another.
 
 Derived values are set between the groups.
 
@@ -30,7 +30,7 @@ def divides(divisor: int, what: str, number: int, of: str, remedy: str = "Change
 def nothing_without(
     first: str, add: Callable[[Callable[..., Any]], None], args: Namespace, remedy: str
 ) -> None:
-    """Check that no flag of a group is given without ``first``, without which it would have no effect.
+    """Check that no flag of a group is given without the flag ``first``, on which all of them depend.
 
     Args:
         first: the flag that is not given.

@@ -1,4 +1,4 @@
-"""Check the data: the tokenizer, the dataset files, and that every used split has documents."""
+"""Check the data of a run: the tokenizer, the dataset files, and that every used split contains documents."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokenizer(args: Namespace) -> Tokenizer:
 
 
 def _one_source(args: Namespace) -> None:
-    """Reject several kinds of data sources at once.
+    """Reject flags that specify several kinds of data sources at the same time.
 
     Megatron accepts only one kind.
     """
@@ -83,7 +83,7 @@ def _validates(args: Namespace) -> bool:
 
 
 def _validation(args: Namespace) -> None:
-    """Check that the data supports --full-validation and --multiple-validation-sets if they are given.
+    """Check that the data supports --full-validation and --multiple-validation-sets if these flags are given.
 
     Raises:
         UsageError: the data is generated or has weights, or there are no separate validation sets.
@@ -130,7 +130,7 @@ def _parts_of_their_own(args: Namespace, vocab_size: int) -> None:
 
 
 def _shared(args: Namespace, vocab_size: int) -> None:
-    """Check the datasets of ``--data-path``, and that each has documents in every split that is used."""
+    """Check the datasets of ``--data-path``, and that each of them has documents in every used split."""
     shares = split_shares(args.split)
     _require_parts(args, shares, "")
     prefixes = blend(args.data_path or [])[1]
@@ -141,7 +141,7 @@ def _shared(args: Namespace, vocab_size: int) -> None:
 
 
 def _require_parts(args: Namespace, parts: Sequence[float], of: str) -> None:
-    """Reject an empty split that is used.
+    """Reject a split that is used but contains no documents.
 
     megatron-core 0.12 to 0.16 would search it for tokens endlessly.
     """

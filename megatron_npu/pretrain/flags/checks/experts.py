@@ -1,4 +1,6 @@
-"""Check the mixture-of-experts flags: model, layout, and support in each version of megatron-core."""
+"""Check the flags of mixtures of experts: the model, the layout, and support in each version of
+megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _SINCE: tuple[tuple[str, str, object, str], ...] = (
 
 
 def check(args: Namespace) -> None:
-    """Check the expert flags of the model, and set the derived sizes.
+    """Check the flags that define the model's experts, and set the derived sizes.
 
     Raises:
         UsageError: a flag requires --num-experts or another flag, or is not supported by this megatron-core.
@@ -177,7 +179,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def layout(args: Namespace) -> None:
-    """Check the layout of the experts after the rest of the layout is known.
+    """Check the layout of the experts, after the rest of the layout has been determined.
 
     Raises:
         UsageError: a size is not divisible, or megatron-core cannot train the layout.
@@ -218,7 +220,7 @@ def _tensor_parallel(args: Namespace, tensor: int, expert: int) -> None:
 
 
 def _divided(args: Namespace, tensor: int, expert: int) -> None:
-    """Check that the expert sizes are divisible by the number of ranks that share them."""
+    """Check that the sizes of the experts are divisible by the number of ranks that share them."""
     divides(expert, "--expert-model-parallel-size", args.num_experts, "--num-experts")
     divides(tensor, "--expert-tensor-parallel-size", args.moe_ffn_hidden_size, "--moe-ffn-hidden-size")
     together = tensor * expert * args.pipeline_model_parallel_size

@@ -10,7 +10,8 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check both groups of flags, and set the type of the rotary embedding.
+    """Check the flags of multi-latent attention and multi-token prediction, and set the rotary embedding
+    type.
 
     Raises:
         UsageError: a flag requires another, or megatron-core would ignore a flag.

@@ -11,7 +11,7 @@ _UNITS = ("--train-iters", "--train-samples", "--epochs")
 
 
 def check(args: Namespace) -> None:
-    """Check that exactly one flag sets the run's length, and record whether the run trains at all.
+    """Check that exactly one flag sets the length of the run, and record whether the run trains at all.
 
     This happens before the data is read.
 
@@ -35,7 +35,8 @@ def check(args: Namespace) -> None:
 
 
 def iterations(args: Namespace) -> None:
-    """Compute the number of iterations from samples or epochs, once batch and data sizes are known.
+    """Compute the number of iterations from samples or epochs, after batch and data sizes have been
+    determined.
 
     Raises:
         UsageError: there are too few samples for one iteration.

@@ -1,4 +1,4 @@
-"""Check the machine: the installed megatron-core, and a device for each process."""
+"""Check that megatron-core is installed on the machine, and that each process has a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.upstream import megatrons
 
 
 def check(args: Namespace) -> None:
-    """Check that megatron-core is installed, and that each process has a device.
+    """Check that megatron-core is installed, and that there is a device for each process.
 
     Raises:
         UsageError: megatron-core or a device is missing.

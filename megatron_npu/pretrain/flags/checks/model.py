@@ -1,4 +1,4 @@
-"""Check the model flags: sizes, positions, precision, attention, recomputation."""
+"""Check the flags of the model: sizes, positions, precision, attention and recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_npu.pretrain.flags.checks import divides, rotary
 
 
 def check(args: Namespace) -> None:
-    """Check the model's sizes, positions and precision.
+    """Check the flags for the model's sizes, positions and precision.
 
     Raises:
         UsageError: these are inconsistent.
@@ -46,7 +46,7 @@ def check(args: Namespace) -> None:
 
 
 def windows(args: Namespace) -> None:
-    """Check that ``--window-attn-skip-freq`` is given with a window and has one value per layer.
+    """Check that ``--window-attn-skip-freq`` is given together with a window and has one value per layer.
 
     Raises:
         UsageError: the window or values are missing.
@@ -71,7 +71,7 @@ def windows(args: Namespace) -> None:
 
 
 def attention(args: Namespace) -> None:
-    """Check that the attention implementation supports the attention flags.
+    """Check that the selected attention implementation supports the other attention flags.
 
     Raises:
         UsageError: Megatron's own attention is selected, which supports neither windows nor layouts.
@@ -86,7 +86,7 @@ def attention(args: Namespace) -> None:
 
 
 def recompute(args: Namespace) -> None:
-    """Check the flags for recomputation and for offloading activations.
+    """Check the flags for recomputing and for offloading activations.
 
     Raises:
         UsageError: a flag requires other flags.

@@ -1,4 +1,4 @@
-"""Check the optimizer flags and the schedules."""
+"""Check the flags of the optimizer and of its schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_npu.pretrain.flags.checks import nothing_without
 
 
 def check(args: Namespace) -> None:
-    """Check the learning rate, and the schedules of the learning rate and the weight decay.
+    """Check the flags of the learning rate, and the schedules of the learning rate and the weight decay.
 
     Raises:
         UsageError: these are inconsistent.
@@ -37,7 +37,7 @@ def check(args: Namespace) -> None:
 
 
 def _muon(args: Namespace) -> None:
-    """Reject flags that megatron-core's Muon does not support, and versions or packages that lack Muon."""
+    """Reject flags that megatron-core's Muon does not support, and installations without Muon."""
     version = tuple(map(int, args.megatron_version.split(".")[:2]))
     if version < muon_flags.SINCE:
         raise UsageError(
@@ -125,7 +125,7 @@ def _learning_rate(args: Namespace) -> None:
 
 
 def _one_unit(args: Namespace) -> None:
-    """Check that the schedule and the run's length have the same unit, iterations or samples.
+    """Check that the schedule and the length of the run use the same unit, iterations or samples.
 
     Megatron has the same requirement.
 

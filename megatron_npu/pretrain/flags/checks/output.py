@@ -99,7 +99,7 @@ def ends(args: Namespace) -> None:
 
 
 def checkpoints(args: Namespace) -> None:
-    """Find the checkpoint to resume from, and check that it fits the run.
+    """Find the checkpoint to resume from, and check that the run can resume from it.
 
     Also check that saving overwrites no other checkpoint.
 
@@ -131,7 +131,7 @@ def checkpoints(args: Namespace) -> None:
 
 
 def fetched(args: Namespace, step: int | None = None) -> None:
-    """Fetch the checkpoint to resume from to ``--load``, with ``--object-storage``.
+    """Download the checkpoint to resume from to the ``--load`` folder, if ``--object-storage`` is given.
 
     Raises:
         UsageError: there is neither ``--save`` nor ``--load``, or the storage cannot be read.
@@ -155,7 +155,7 @@ def _require_load(args: Namespace) -> None:
 
 
 def _go_on_from(args: Namespace, found: CheckpointInfo) -> None:
-    """Check that a checkpoint fits the run, and set the values derived from the checkpoint."""
+    """Check that the run can resume from a checkpoint, and set the values that depend on the checkpoint."""
     if not found.is_own:
         found = _of_stock_script(args, found)
     checkpoint_compatibility.require_same_model(found, vars(args))
@@ -192,7 +192,7 @@ def _retention(args: Namespace) -> None:
 
 
 def _rewinding(args: Namespace) -> None:
-    """Check that --loss-spike-policy rewind will have checkpoints to return to.
+    """Check that --loss-spike-policy rewind will find checkpoints to which it can rewind.
 
     Raises:
         UsageError: there will be no checkpoints, or no checkpoints with the complete state.
@@ -215,7 +215,8 @@ def _rewinding(args: Namespace) -> None:
 
 
 def _choose_whole(args: Namespace) -> None:
-    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print later checkpoints, which are damaged.
+    """Set ``--ckpt-step`` to the newest undamaged checkpoint, and print the later checkpoints, which are
+    damaged.
 
     Raises:
         UsageError: there are checkpoints, but all are damaged; or ``--ckpt-step`` is given too.
@@ -279,7 +280,7 @@ def same_directory(one: str | None, other: str | None) -> bool:
 
 
 def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
-    """Check that saving does not overwrite another run's checkpoints."""
+    """Check that saving will not overwrite another run's checkpoints."""
     if not args.save:
         return
     _require_directory(args.save)
@@ -300,7 +301,7 @@ def _require_directory(save: str) -> None:
 
 
 def _spare_later(args: Namespace) -> None:
-    """Check that a run that resumes from ``--ckpt-step`` does not overwrite a later iteration."""
+    """Check that a run that resumes from ``--ckpt-step`` will not overwrite a later iteration."""
     later = [number for number in checkpoint_files.iterations(args.save) if number > args.ckpt_step]
     if later:
         raise UsageError(
@@ -311,7 +312,7 @@ def _spare_later(args: Namespace) -> None:
 
 
 def places(args: Namespace) -> None:
-    """Check at startup that all output files can be written.
+    """Check at startup that all output files are writable.
 
     Some are first written after hours of training.
 
@@ -334,7 +335,7 @@ def places(args: Namespace) -> None:
 
 
 def _require_no_address(flag: str, place: str) -> None:
-    """Reject a URL of an object storage.
+    """Reject an object-storage URL where only a local folder is supported.
 
     A local folder with the URL as its name would be created otherwise.
     """

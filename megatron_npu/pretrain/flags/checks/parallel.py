@@ -13,7 +13,7 @@ from megatron_npu.pretrain.flags.checks import divides
 
 
 def check(args: Namespace) -> None:
-    """Check that the model can be partitioned in the layout.
+    """Check that the model can be partitioned according to the parallel sizes.
 
     Raises:
         UsageError: a size is not divisible by another size, or a flag requires another flag.
@@ -119,7 +119,7 @@ def _interleaving(args: Namespace) -> None:
 
 
 def batches(args: Namespace) -> None:
-    """Check that the global batch is a multiple of the micro batch times the data-parallel size.
+    """Check that the global batch size is a multiple of the micro-batch size times the data-parallel size.
 
     Raises:
         UsageError: it is not a multiple.
@@ -142,8 +142,8 @@ def batches(args: Namespace) -> None:
 
 
 def _sizes(args: Namespace) -> dict[str, int]:
-    """Return the final global batch size, and the start and increment of its ramp, with their
-    descriptions.
+    """Return the final global batch size, and the start and increment of its ramp, each with a
+    description.
     """
     ramp = args.rampup_batch_size
     steps = {"the start of --rampup-batch-size": ramp[0], "its increment": ramp[1]} if ramp else {}
@@ -151,7 +151,7 @@ def _sizes(args: Namespace) -> dict[str, int]:
 
 
 def _ramp(args: Namespace) -> None:
-    """Check that the increments of a batch size ramp lead exactly from its start to its end."""
+    """Check that the increments of a batch-size ramp lead exactly from its start to its end."""
     if args.rampup_batch_size is None:
         return
     start, increment, _ = args.rampup_batch_size

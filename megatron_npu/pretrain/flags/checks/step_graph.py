@@ -14,7 +14,7 @@ _FLAG = "--cuda-graph-impl local"
 
 
 def check(args: Namespace) -> None:
-    """Check that every step would replay the same CUDA graph.
+    """Check that every step of the run can replay the same CUDA graph.
 
     On devices without CUDA, the graph is disabled.
 
@@ -37,7 +37,7 @@ def check(args: Namespace) -> None:
 
 
 def _obstacles(args: Namespace) -> list[tuple[str, str]]:
-    """Return the given flags that prevent the use of a CUDA graph, each with the reason."""
+    """Return the given flags that prevent the use of a CUDA graph, each with a reason."""
     changing, reads = (
         "each step must generate different random numbers",
         "the host reads results during a step",

@@ -1,4 +1,4 @@
-"""Map acceleration switches to Megatron's flags, or reject them with a one-line error."""
+"""Convert acceleration switches to Megatron's flags, or reject them with a one-line error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_FSDP = (0, 16)  # before, Megatron's FSDP multiplies the wrong gradients 
 
 
 def check(args: Namespace) -> None:
-    """Check the acceleration switches, and log on rank 0 the Megatron flags that each switch sets.
+    """Check the acceleration switches, and log on rank 0 which Megatron flags each switch sets.
 
     Raises:
         UsageError: Megatron models do not support a switch, or it contradicts another flag.

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C is pressed, and return the exit code.
+    """Serve the dashboard until Ctrl-C is pressed, and return the exit code.
 
     Raises:
         UsageError: the run does not exist, or the address cannot be used.
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find(run: str) -> Path:
-    """Return the JSON-lines file of a run.
+    """Return the path of a run's JSON-lines file.
 
     Raises:
         UsageError: the file does not exist, or cannot be read.
@@ -72,6 +72,8 @@ def find(run: str) -> Path:
 
 
 def name_of(metrics: Path) -> str:
-    """Return the title of a run: the name of its directory or, if that is generic, of its file."""
+    """Return the title of a run: the name of its directory or, if that name is generic, of its JSON-lines
+    file.
+    """
     metrics = metrics.resolve()
     return metrics.parent.name if metrics.name == METRICS else metrics.stem

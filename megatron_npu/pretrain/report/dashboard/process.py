@@ -1,4 +1,4 @@
-"""Run the dashboard server as a separate process that ends with the run."""
+"""Run the dashboard server as a separate process that ends together with the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 5.0  # for the server to end after the run
 
 @contextlib.contextmanager
 def shown(metrics: Path, at: Address) -> Iterator[str]:
-    """Serve a run's dashboard inside the block, and yield its address.
+    """Serve the dashboard of a run inside the ``with`` block, and yield its address.
 
     The server ends with the block or with this process, even if this process is killed by SIGKILL. The server
     first sends the final state to clients. Ctrl-C does not reach it.

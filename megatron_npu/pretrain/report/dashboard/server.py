@@ -37,7 +37,7 @@ _LAST_SECONDS = 2  # that clients have to take the last state when the server en
 
 
 class Server(uvicorn.Server):
-    """Serves the dashboard of a run until ``should_exit`` is set.
+    """HTTP server that serves the dashboard of a run until ``should_exit`` is set.
 
     Args:
         run: the run to show.
@@ -66,12 +66,12 @@ class Server(uvicorn.Server):
         )
 
     async def _state(self, request: Request) -> Response:
-        """Respond with the run's state as JSON, for scripts."""
+        """Respond with the state of the run as JSON, for use by scripts."""
         _, text = await run_in_threadpool(self.run_shown.snapshot)
         return Response(text, media_type="application/json")
 
     async def _events(self, request: Request) -> Response:
-        """Respond with the run's state and again after each change, as server-sent events."""
+        """Respond with the state of the run, now and after each change, as server-sent events."""
         return StreamingResponse(self._states(), media_type="text/event-stream")
 
     async def _states(self) -> AsyncIterator[str]:
@@ -98,7 +98,7 @@ def _file(name: str) -> Any:
 
 
 class _Guarded:
-    """Web application wrapper that adds ``HEADERS`` and rejects requests for unknown host names.
+    """Wrapper of a web application that adds ``HEADERS`` and rejects requests for unknown host names.
 
     Otherwise, a web site could point its own name to 127.0.0.1 and read the responses (DNS rebinding).
     """
@@ -121,13 +121,13 @@ class _Guarded:
 
 
 def serve(metrics: Path, name: str, sock: socket.socket, host: Address) -> None:
-    """Serve until Ctrl-C is pressed."""
+    """Serve the dashboard until Ctrl-C is pressed."""
     with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
         Server(Run(metrics, name), host).run(sockets=[sock])
 
 
 def _serve_while_the_input_is_open(metrics: str, name: str, descriptor: str, host: str) -> None:
-    """Serve until the parent process ends or closes standard input."""
+    """Serve the dashboard until the parent process ends or closes standard input."""
     sock = socket.socket(fileno=int(descriptor))
     server = Server(Run(Path(metrics), name), Address(host, sock.getsockname()[1]))
 

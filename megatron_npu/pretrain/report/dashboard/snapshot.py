@@ -1,4 +1,4 @@
-"""Collect the data of the dashboard in one JSON object."""
+"""Collect the data that the dashboard shows in one JSON object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTS = ("world_size", "train_iters", "global_batch_size", "seq_length")
 
 
 class Run:
-    """Run that is read from its JSON-lines file, which may still grow.
+    """A run whose data is read from its JSON-lines file, to which lines may still be added.
 
     Args:
         metrics: the file; it may not exist yet.
@@ -37,7 +37,7 @@ class Run:
         self._text, self._version, self._next = "", 0, 0.0
 
     def snapshot(self, at_once: bool = False) -> tuple[int, str]:
-        """Return the newest state as JSON, and its version number, which increases with each change.
+        """Return the newest state of the run as JSON, and a version number that increases with each change.
 
         The curves of a long run are not processed again on every call.
 
@@ -151,7 +151,7 @@ def _machines(history: History) -> list[dict[str, Any]]:
 
 
 def _samples(history: History) -> list[dict[str, Any]]:
-    """Return the newest samples, newest first."""
+    """Return the newest sample texts, starting with the newest."""
     rows = [
         {"iteration": iteration, **text}
         for iteration in sorted(history.samples, reverse=True)
@@ -161,7 +161,7 @@ def _samples(history: History) -> list[dict[str, Any]]:
 
 
 def thinned(points: Points, most: int = POINTS) -> dict[str, list[float]]:
-    """Return a curve with at most ``most`` points as lists ``x`` and ``y``.
+    """Return a curve with at most ``most`` points, as lists ``x`` and ``y``.
 
     A long curve is divided into equal intervals and reduced to their means and extremes.
 

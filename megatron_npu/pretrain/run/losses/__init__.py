@@ -1,1 +1,1 @@
-"""Compute the losses of a run: token losses, prediction-layer losses and expert balancing losses."""
+"""Compute the losses of a run: those of tokens, of prediction layers, and of expert balancing."""

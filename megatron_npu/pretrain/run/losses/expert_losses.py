@@ -25,7 +25,7 @@ LOSSES = (*_NAMES.values(), "z_loss")
 
 
 def names(flags: ExpertFlags) -> list[str]:
-    """Return megatron-core's names for a run's balancing losses."""
+    """Return the names that megatron-core gives to a run's balancing losses."""
     if flags.num_experts is None:
         return []
     kinds, weights = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
@@ -39,7 +39,7 @@ def _each(values: _Value | list[_Value]) -> list[_Value]:
 
 
 def _name(kind: str, version: str) -> str:
-    """Return megatron-core's name for a loss.
+    """Return the name that megatron-core gives to a loss.
 
     Up to 0.13, the sequence-level loss has no separate name.
     """
@@ -49,7 +49,7 @@ def _name(kind: str, version: str) -> str:
 
 @dataclass(frozen=True)
 class ExpertLosses:
-    """Balancing losses of a run's experts.
+    """The balancing losses of a run's experts.
 
     Attributes:
         names: megatron-core's names for these losses.
@@ -61,11 +61,11 @@ class ExpertLosses:
 
     @staticmethod
     def of(flags: ExpertFlags) -> ExpertLosses:
-        """Return the balancing losses of a run with these flags."""
+        """Create the balancing losses for a run with the given flags."""
         return ExpertLosses(tuple(names(flags)), flags.layers)
 
     def take(self, micro_batches: int) -> dict[str, list[float]]:
-        """Return the mean of each balancing loss since the last call, per layer with experts.
+        """Return the mean of each balancing loss since the last call, for each layer that has experts.
 
         The values are unweighted, as Megatron logs them: 1 is perfect balance. A collective: all ranks must
         call it.
@@ -91,7 +91,7 @@ class ExpertLosses:
         }
 
     def forget(self) -> None:
-        """Discard values left by an earlier run in this process, possibly with another number of layers."""
+        """Discard values from an earlier run in this process, which may have had another number of layers."""
         if self.names:
             from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -101,7 +101,7 @@ class ExpertLosses:
 
 
 def _take_into(row: torch.Tensor, name: str) -> None:
-    """Add the recorded values of a loss, ``[layers]``, to ``row`` and reset them."""
+    """Add the recorded values of a loss, ``[layers]``, to ``row``, and reset them."""
     tracker = _tracker()
     if name not in tracker:
         return

@@ -1,4 +1,4 @@
-"""Compute the loss of one micro-batch on one process, and its mean over all processes."""
+"""Compute the loss of one micro-batch in one process, and its mean over all processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 def masked_sum(
     mask: torch.Tensor, output: torch.Tensor, of_all_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss sum, the number of tokens (int32), and both values for the log, ``[2]`` fp32.
+    """Return the sum of the losses, the number of tokens (int32), and both values for the log, ``[2]`` fp32.
 
     megatron-core divides by the number of tokens: those of this process's part of the micro batch, or those
     of the whole batch with --calculate-per-token-loss. Without that flag, gradients would be counted once per
@@ -57,7 +57,7 @@ def means(sums: torch.Tensor) -> list[float]:
 
 
 def of_ranks(sums: torch.Tensor) -> dict[int, float]:
-    """Return each rank's mean loss over its tokens, averaged over the iterations, in nats per token.
+    """Return each rank's mean loss over its own tokens, averaged over the iterations, in nats per token.
 
     Ranks that do not compute a loss are left out: those of pipeline stages before the last, and all
     tensor-parallel ranks except the first. A collective: all ranks must call it.

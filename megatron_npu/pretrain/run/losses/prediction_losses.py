@@ -20,7 +20,7 @@ TOKENS = "megatron_npu_tokens"
 
 @dataclass(frozen=True)
 class PredictionLosses:
-    """Multi-token prediction losses of a run.
+    """The multi-token prediction losses of a run.
 
     Attributes:
         further: number of additional tokens that are predicted.
@@ -30,7 +30,7 @@ class PredictionLosses:
 
     @property
     def names(self) -> list[str]:
-        """Upstream's names for the losses, one for each additional token."""
+        """The names that upstream gives to the losses, one for each additional token."""
         return [f"{PREFIX}{number}_loss" for number in range(1, self.further + 1)]
 
     def take(self) -> dict[str, float]:
@@ -49,13 +49,13 @@ class PredictionLosses:
         return dict(zip(self.names, (losses / tokens).tolist(), strict=True))
 
     def forget(self) -> None:
-        """Discard values left by an earlier run in this process, possibly with another number of layers."""
+        """Discard values from an earlier run in this process, which may have had another number of layers."""
         if self.further:
             _tracker().clear()
 
 
 def _tracked() -> list[torch.Tensor]:
-    """Return this process's loss sums and token counts.
+    """Return the loss sums and the token counts of this process.
 
     Both are empty on all stages but the last.
     """

@@ -1,1 +1,1 @@
-"""Reference kernels for attention: dense, block-sparse and ring attention, with layouts and arithmetic."""
+"""Define reference kernels for dense, sparse and ring attention, with their layouts and arithmetic."""

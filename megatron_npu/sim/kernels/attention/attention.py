@@ -1,4 +1,4 @@
-"""Reference kernels for npu_fusion_attention and its gradient in their three versions.
+"""Define reference kernels for npu_fusion_attention and its gradient in all three versions.
 
 The versions differ only in their arguments.
 """
@@ -43,7 +43,9 @@ def npu_fusion_attention(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return output, softmax maximum and sum, an empty tensor, and seed, offset and length of the mask."""
+    """Return the output, the softmax maximum and sum, an empty tensor, and the seed, offset and length of
+    the mask.
+    """
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -157,7 +159,7 @@ def npu_fusion_attention_v2(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Compute ``npu_fusion_attention``.
+    """Compute ``npu_fusion_attention`` with the signature of its second version.
 
     ``pse_type`` determines where the position bias is added.
     """
@@ -222,7 +224,7 @@ def npu_fusion_attention_grad_v2(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in the order of torch_npu's formula: q, k, v, pse, query_rope, key_rope, sink."""
+    """Return the gradients in torch_npu's order: q, k, v, pse, query_rope, key_rope and sink."""
     call = Call(
         heads=head_num,
         layout=input_layout.upper(),
@@ -325,7 +327,7 @@ def npu_fusion_attention_grad_v3(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute ``npu_fusion_attention_grad`` with the third version's signature."""
+    """Compute ``npu_fusion_attention_grad`` with the signature of its third version."""
     return npu_fusion_attention_grad(
         query,
         key,

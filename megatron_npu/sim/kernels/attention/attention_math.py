@@ -20,7 +20,7 @@ ADD_BEFORE_SCALE = 1  # pse_type, the default: scale · (q·kᵀ + pse); 0 is sc
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments that the forward and backward passes share, for all versions of the operation."""
+    """Arguments that the forward and backward passes share in all versions of the operation."""
 
     heads: int
     layout: str
@@ -44,7 +44,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Piece:
-    """Block of attention: ``[b, n, s, d]`` tensors and, for TND, their rows in the original tensors."""
+    """A block of attention, with ``[b, n, s, d]`` tensors and, for layout TND, their rows in the original
+    tensors.
+    """
 
     query: Tensor
     key: Tensor
@@ -81,7 +83,7 @@ def pieces(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Pi
 
 
 def _rows(x: Tensor, rows: slice) -> Tensor:
-    """Return rows of ``[t, n, d]`` as ``[1, n, s, d]``."""
+    """Return selected rows of ``[t, n, d]`` as a tensor ``[1, n, s, d]``."""
     return x[rows].transpose(0, 1).unsqueeze(0)
 
 
@@ -91,7 +93,7 @@ def _forbidden(call: Call, queries: int, keys: int, prefix: Sequence[int] | None
 
 
 def _scores(call: Call, piece: Piece) -> Tensor:
-    """Return scale · q·kᵀ with the position bias and the mask applied, fp32 ``[b, n, sq, skv]``."""
+    """Return ``scale · q·kᵀ`` after applying the position bias and the mask, as fp32 ``[b, n, sq, skv]``."""
     groups = piece.query.size(1) // piece.key.size(1)
     scores = piece.query.float() @ piece.key.float().repeat_interleave(groups, 1).transpose(-1, -2)
     pse = 0.0 if call.pse is None else call.pse.float()
@@ -100,14 +102,15 @@ def _scores(call: Call, piece: Piece) -> Tensor:
 
 
 def _weights(piece: Piece) -> int:
-    """Return the number of attention weights of a piece."""
+    """Return the number of attention weights in a block."""
     return piece.query.shape[:3].numel() * piece.key.size(2)
 
 
 def _dropout(
     call: Call, blocks: Sequence[Piece], seed: int, offset: int, packed: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return the flat dropout factors (0 or 1 / keep_prob) of every block, or None without dropout.
+    """Return the dropout factors (0 or 1 / keep_prob) of every block as flat tensors, or None without
+    dropout.
 
     The factors are slices of one mask, which is generated from the seed and offset unless ``packed`` contains
     its bits. The pieces therefore have different masks, and the backward pass obtains the same masks.
@@ -125,7 +128,7 @@ def _dropout(
 def forward(
     call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seed: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-    """Return the output, softmax maximum and sum, and the seed, offset and length of the dropout mask.
+    """Return the output, the softmax maximum and sum, and the seed, offset and length of the dropout mask.
 
     Args:
         mask: the packed dropout mask; ``seed`` and ``offset`` then tell the backward pass how to regenerate
@@ -152,7 +155,7 @@ def forward(
 
 
 def _padded(statistics: Tensor, rows: int) -> Tensor:
-    """Append zeros for the rows of omitted sequences."""
+    """Append zeros to represent the rows of omitted sequences."""
     missing = statistics.new_zeros(rows - statistics.size(0), *statistics.shape[1:])
     return torch.cat([statistics, missing])
 
@@ -199,7 +202,7 @@ class Gradients:
 
 
 def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, saved: Saved) -> Gradients:
-    """Return the gradients, computed from the saved statistics and output, as on the device."""
+    """Return the gradients, computed from the saved statistics and output, as the device does."""
     gradients = Gradients(torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
     blocks = list(pieces(call, query, key, value))
     kept = _dropout(call, blocks, saved.seed, saved.offset)
@@ -215,7 +218,7 @@ def backward(call: Call, query: Tensor, key: Tensor, value: Tensor, dy: Tensor, 
 
 
 def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the softmax maximum and the softmax sum ``[b, n, s, 1]`` of every piece."""
+    """Return the softmax maximum and the softmax sum, ``[b, n, s, 1]``, of every block."""
     if call.layout != "TND":
         return [saved.maximum[..., :1]], [saved.total[..., :1]]
     rows = [block.query_rows for block in blocks]
@@ -227,14 +230,14 @@ def _statistics(call: Call, blocks: Sequence[Piece], saved: Saved) -> tuple[list
 
 
 def _as_piece(call: Call, x: Tensor, piece: Piece) -> Tensor:
-    """Return this piece's part of a tensor in the output's layout, as fp32 ``[b, n, s, d]``."""
+    """Return this block's part of a tensor that has the output's layout, as fp32 ``[b, n, s, d]``."""
     if call.layout == "TND":
         return _rows(x, piece.query_rows).float()
     return layouts.to_bnsd(x, call.layout, call.heads).float()
 
 
 def _store(call: Call, gradients: Gradients, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of one piece into the gradients of the whole tensors."""
+    """Write the gradients of one block into the gradients of the whole tensors."""
     if call.layout == "TND":
         for target, rows, grad in (
             (gradients.query, piece.query_rows, dq),
@@ -256,7 +259,9 @@ def _backward_piece(
     output: Tensor,
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value ``[b, n, s, d]``, of the position bias and of the sink."""
+    """Return one block's gradients of query, key and value, ``[b, n, s, d]``, of the position bias and of
+    the sink.
+    """
     groups = piece.query.size(1) // piece.key.size(1)
     key, value = (x.float().repeat_interleave(groups, 1) for x in (piece.key, piece.value))
     divisor = total.masked_fill(total == 0, 1.0)
@@ -279,5 +284,5 @@ def _backward_piece(
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    """Sum over the heads of ``[b, n, s, d]`` that share a key head."""
+    """Sum a tensor ``[b, n, s, d]`` over the heads that share a key head."""
     return x.unflatten(1, (-1, groups)).sum(2)

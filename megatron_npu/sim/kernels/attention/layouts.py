@@ -1,4 +1,4 @@
-"""Convert between the layouts of attention operations, and compute the pairs masked by sparse modes."""
+"""Convert between the layouts of attention operations, and compute which pairs a sparse mode masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATISTICS_WIDTH = 8  # maximum and sum of the softmax come back eight times
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an attention call.
+    """The sizes of the tensors in an attention call.
 
     With layout TND, ``queries`` and ``keys`` are totals over the sequences.
 
@@ -44,7 +44,7 @@ class Sizes:
 def sizes(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, lengths: Sequence[int] | None
 ) -> Sizes:
-    """Determine the sizes from tensors whose number of dimensions matches the layout.
+    """Determine the sizes of an attention call from its tensors and their layout.
 
     Args:
         lengths: the cumulative lengths for TND, otherwise None.
@@ -86,7 +86,7 @@ def to_bnsd(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def from_bnsd(x: Tensor, layout: str) -> Tensor:
-    """Return a ``[b, n, s, d]`` tensor in a dense layout, made contiguous."""
+    """Return a tensor ``[b, n, s, d]`` as a contiguous tensor in a dense layout."""
     if layout == "BNSD":
         return x.contiguous()
     if layout == "BSND":
@@ -96,7 +96,7 @@ def from_bnsd(x: Tensor, layout: str) -> Tensor:
 
 
 def used(ends: Sequence[int]) -> list[int]:
-    """Return the cumulative ends without trailing zeros, which stand for omitted sequences."""
+    """Return the cumulative ends of sequences without trailing zeros, which represent omitted sequences."""
     count = len(ends)
     while count and ends[count - 1] == 0:
         count -= 1
@@ -104,7 +104,7 @@ def used(ends: Sequence[int]) -> list[int]:
 
 
 def spans(ends: Sequence[int]) -> list[slice]:
-    """Return the rows of each sequence that is not omitted, given the cumulative ends."""
+    """Return the rows of each sequence that is not omitted, given the cumulative ends of the sequences."""
     return [slice(start, end) for start, end in pairwise([0, *used(ends)])]
 
 
@@ -117,8 +117,8 @@ def distance(queries: int, keys: int) -> Tensor:
 
 
 def outside_band(queries: int, keys: int, before: int, after: int, anchor: int = 0) -> Tensor:
-    """Return True for keys more than ``before`` positions behind their query or more than ``after`` ahead of
-    it.
+    """Return a mask of the keys that are more than ``before`` positions behind their query or ``after`` ahead
+    of it.
 
     Args:
         anchor: the position of the first query among the keys: with 0, positions are counted from the top
@@ -129,7 +129,9 @@ def outside_band(queries: int, keys: int, before: int, after: int, anchor: int =
 
 
 def prefix_forbidden(queries: int, keys: int, prefix: Sequence[int]) -> Tensor:
-    """Return ``[b, 1, queries, keys]``, True above the bottom-right diagonal and outside the prefix."""
+    """Return a mask ``[b, 1, queries, keys]`` that is True above the bottom-right diagonal and outside
+    the prefix.
+    """
     later = distance(queries, keys) > keys - queries
     beyond = torch.arange(keys) >= torch.tensor(list(prefix)).view(-1, 1, 1, 1)
     return later & beyond
@@ -144,7 +146,8 @@ def forbidden(
     after: int,
     prefix: Sequence[int] | None,
 ) -> Tensor | None:
-    """Return True for masked pairs, broadcastable to ``[b, n, queries, keys]``, or None if no pair is masked.
+    """Return a mask that broadcasts to ``[b, n, queries, keys]`` and is True for masked pairs, or None if
+    there are none.
 
     In modes 0, 1 and 5, the given mask alone decides (the limits require that it covers everything outside
     the band). A two-dimensional mask for several sequences starts at the top left corner of each sequence.
@@ -164,7 +167,7 @@ def forbidden(
 
 
 def pack_statistics(rows: Sequence[Tensor], softmax_layout: str) -> Tensor:
-    """Join the statistics ``[n, s, 8]`` of TND's sequences into the device's ``[t, n, 8]``.
+    """Join the statistics ``[n, s, 8]`` of sequences in layout TND into ``[t, n, 8]``, the device's format.
 
     Unless ``softmax_layout`` is TND, the device writes each sequence as ``[n, s, 8]``, so the memory of the
     tensor with shape ``[t, n, 8]`` is ordered by head within each sequence.

@@ -1,4 +1,6 @@
-"""Reference kernel for the merge step of ring attention, which combines results over different keys."""
+"""Define a reference kernel for the merge step of ring attention, which combines results over different
+keys.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def npu_ring_attention_update(
     input_layout: str = "SBH",
     input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, softmax maximum and sum over the keys of both results (Milakov and Gimelshein 2018).
+    """Merge two attention results over different keys, and return the output and the softmax maximum and sum.
 
     Statistics are ``[b, n, s, 8]`` for SBH ``[s, b, h]`` and ``[t, n, 8]`` for TND ``[t, n, d]``. For TND,
     they are ordered by head within each sequence unless ``input_softmax_layout`` is TND.
@@ -42,13 +44,13 @@ def npu_ring_attention_update(
 
 
 def _share_sbh(share: Tensor, attention: Tensor) -> Tensor:
-    """Expand ``[b, n, s, 8]`` to factors for ``[s, b, h]``."""
+    """Expand factors ``[b, n, s, 8]`` to ``[s, b, h]``."""
     width = attention.size(2) // share.size(1)
     return share[..., 0].permute(2, 0, 1).repeat_interleave(width, dim=2)
 
 
 def _share_tnd(share: Tensor, ends: Tensor | None, softmax_layout: str) -> Tensor:
-    """Expand ``[t, n, 8]`` to factors ``[t, n, 1]`` for ``[t, n, d]``.
+    """Convert factors ``[t, n, 8]`` to ``[t, n, 1]``, which broadcasts to ``[t, n, d]``.
 
     ``ends`` starts with 0.
     """

@@ -1,4 +1,6 @@
-"""Reference kernels for DeepSeek's sparse attention of many heads to selected rows of one latent key."""
+"""Define reference kernels for DeepSeek's sparse attention of many heads to selected rows of one latent
+key.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def npu_sparse_flash_attention(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return softmax(scale · q·k̃ᵀ)·ṽ ``[b, s, n, 512]``, and the maximum and sum of each row of scores.
+    """Return the output ``softmax(scale · q·k̃ᵀ)·ṽ``, ``[b, s, n, 512]``, and the maximum and sum of each row
+    of scores.
 
     k̃ and ṽ are the rows that ``sparse_indices`` ``[b, s, 1, k]`` select; negative indices select no row. The
     scores of the rotated parts, ``query_rope`` and ``key_rope``, are added. Statistics are ``[b, 1, s, n]``
@@ -76,7 +79,7 @@ def npu_sparse_flash_attention_grad(
     next_tokens: int | None = _EVERYTHING,
     attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and both rotated parts.
+    """Return the gradients of query, key, value and both rotary parts.
 
     The weights are recomputed.
     """
@@ -111,7 +114,9 @@ def _scores(
     scale: float,
     mode: int,
 ) -> Tensor:
-    """Return the scores ``[b, s, n, k]``, -inf where no row is selected and, in mode 3, for later keys."""
+    """Return the scores ``[b, s, n, k]``, which are -inf for rows that are not selected and, in mode 3,
+    for later keys.
+    """
     scores = torch.einsum("bsnd,bskd->bsnk", query.float(), _rows(key, indices))
     scores += torch.einsum("bsnd,bskd->bsnk", query_rope.float(), _rows(key_rope, indices))
     chosen = indices[:, :, 0].long()
@@ -123,14 +128,14 @@ def _scores(
 
 
 def _rows(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return the selected rows of ``[b, t, 1, d]`` as fp32 ``[b, s, k, d]``."""
+    """Return the selected rows of a tensor ``[b, t, 1, d]`` as fp32 ``[b, s, k, d]``."""
     chosen = indices[:, :, 0].long().clamp(min=0)
     batch = torch.arange(tensor.size(0))[:, None, None]
     return tensor[:, :, 0].float()[batch, chosen]
 
 
 def _added(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-    """Scatter-add ``[b, s, k, d]`` to the selected rows.
+    """Add the rows ``[b, s, k, d]`` to zeros at the selected positions, and return the result.
 
     Entries without a row are zero.
     """

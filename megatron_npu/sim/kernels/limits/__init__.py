@@ -1,4 +1,4 @@
-"""Define the arguments that Ascend's documentation allows for each operation, one table per operation.
+"""Define which arguments Ascend's documentation allows for each operation, with one table per operation.
 
 There is one file per family, named like the file that contains its kernels. Each table names its sources:
 "wheel" is ``torch_npu/_op_plugin_docs.py`` of torch_npu 2.13.0, "op-plugin" its open source

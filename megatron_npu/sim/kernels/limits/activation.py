@@ -1,4 +1,4 @@
-"""Argument limits for SwiGLU and GELU."""
+"""Define the limits on the arguments of SwiGLU and GELU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument limits for npu_fusion_attention and its gradient in their three versions."""
+"""Define the limits on the arguments of npu_fusion_attention and its gradient in all three versions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SIMULATED_MODES = range(7)
 
 
 def _shared(before: str, after: str) -> tuple[Limit, ...]:
-    """Return the limits of forward and backward.
+    """Return the limits that the forward and backward operations share.
 
     ``before`` and ``after`` are the names of band arguments.
     """

@@ -1,4 +1,4 @@
-"""Define conditions on the arguments of npu_fusion_attention for its table of limits."""
+"""Define conditions on the arguments of npu_fusion_attention, which its table of limits uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_sizes(condition: Callable[[layouts.Sizes], bool]) -> Condition:
 
 
 def blocks_of(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (queries, keys) for every sequence.
+    """Return a pair (number of queries, number of keys) for every sequence.
 
     For a dense layout, one entry covers the whole batch.
     """
@@ -64,7 +64,7 @@ def same_batch_and_sequence(a: SimpleNamespace) -> bool:
 
 
 def head_count(a: SimpleNamespace) -> bool:
-    """Return True if head_num is the query's head count, or divides its last dimension."""
+    """Return True if head_num equals the number of query heads, or divides the query's last dimension."""
     layout = layout_of(a)
     if layout in ("BSH", "SBH"):
         size = a.query.size(2) // a.head_num
@@ -92,7 +92,7 @@ def has_not_too_many_sequences(argument: str, a: SimpleNamespace) -> bool:
 
 
 def is_cumulative(argument: str, tokens: str) -> Condition:
-    """Require non-decreasing ends that reach the token count.
+    """Require cumulative ends that never decrease and that reach the number of tokens.
 
     Trailing zeros may omit sequences.
     """
@@ -111,7 +111,7 @@ def is_cumulative(argument: str, tokens: str) -> Condition:
 
 
 def holds_band(negative: str, other: str, side: int) -> Condition:
-    """Check that a negative limit of the band is valid.
+    """Require that a negative limit of the band, if there is one, is valid.
 
     A negative limit must be smaller than the sequence, and the other limit must be at least as large.
 

@@ -1,4 +1,4 @@
-"""Argument limits for casts between dtypes and memory formats."""
+"""Define the limits on the arguments of casts between dtypes and memory formats."""
 
 from __future__ import annotations
 

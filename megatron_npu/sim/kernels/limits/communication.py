@@ -1,4 +1,4 @@
-"""Argument limits for matmuls that communicate, without quantized matmuls, which are not simulated."""
+"""Define the limits on the arguments of matmuls that communicate; quantized matmuls are not simulated."""
 
 from __future__ import annotations
 

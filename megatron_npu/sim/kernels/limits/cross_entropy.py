@@ -1,4 +1,4 @@
-"""Argument limits for cross entropy."""
+"""Define the limits on the arguments of cross-entropy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument limits for dropout with a packed mask."""
+"""Define the limits on the arguments of dropout with a packed mask."""
 
 from __future__ import annotations
 

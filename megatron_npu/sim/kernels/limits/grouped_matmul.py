@@ -1,4 +1,4 @@
-"""Argument limits for grouped matmuls."""
+"""Define the limits on the arguments of grouped matmuls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument limits for the linear layer."""
+"""Define the limits on the arguments of the linear layer."""
 
 from __future__ import annotations
 

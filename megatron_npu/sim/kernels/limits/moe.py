@@ -1,4 +1,6 @@
-"""Argument limits for sorting tokens by expert, reversing that order, and selecting experts."""
+"""Define the limits on the arguments of operations that sort tokens by expert, restore their order, or
+select experts.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def _probabilities_dtype(tokens: str) -> Limit:
 
 
 def _copies(a: SimpleNamespace) -> int:
-    """Return the number of experts per token that the number of output tokens implies."""
+    """Return the number of experts per token that follows from the number of output tokens."""
     tokens = a.tokens.size(0)
     return (tokens if a.num_out_tokens is None else a.num_out_tokens) // max(1, tokens)
 

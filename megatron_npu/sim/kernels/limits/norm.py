@@ -1,4 +1,4 @@
-"""Argument limits for RMSNorm, and for RMSNorm and layer norm after a residual addition."""
+"""Define the limits on the arguments of RMSNorm, and of RMSNorm and layer norm after a residual addition."""
 
 from __future__ import annotations
 

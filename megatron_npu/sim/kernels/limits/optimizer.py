@@ -1,4 +1,4 @@
-"""Argument limits for the fused AdamW step."""
+"""Define the limits on the arguments of the fused AdamW step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument limits for the merge step of ring attention."""
+"""Define the limits on the arguments of the merge step of ring attention."""
 
 from __future__ import annotations
 

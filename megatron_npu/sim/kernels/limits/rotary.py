@@ -1,4 +1,4 @@
-"""Argument limits for rotary position embeddings."""
+"""Define the limits on the arguments of rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROTARY_GRADIENT_COUNT = 1024  # b · n at most, where cos or sin need a gradient
 
 
 def _rotary_layouts(a: SimpleNamespace) -> list[tuple[int, int]]:
-    """Return (b, n) of the input for each layout that the shape of cos allows.
+    """Return the possible sizes (b, n) of the input, one for each layout that the shape of cos permits.
 
     With dimensions of size 1, several layouts are possible: ``[s, 1, n, d]`` with cos ``[s, 1, 1, d]`` may be
     SBND or BSND.

@@ -1,4 +1,4 @@
-"""Argument limits for Megatron's fused softmax."""
+"""Define the limits on the arguments of Megatron's fused softmax."""
 
 from __future__ import annotations
 

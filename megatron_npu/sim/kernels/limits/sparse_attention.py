@@ -1,4 +1,4 @@
-"""Argument limits for DeepSeek's sparse attention."""
+"""Define the limits on the arguments of DeepSeek's sparse attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument limits for the overflow flags."""
+"""Define the limits on the arguments of operations on overflow flags."""
 
 from __future__ import annotations
 
