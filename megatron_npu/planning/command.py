@@ -123,7 +123,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     if options.bench is not None and not options.search:
         raise UsageError(
-            f"--bench {options.bench} calibrates the times of --search, which is not given",
+            f"--bench {options.bench} requires --search, because it calibrates the times that "
+            "--search estimates",
             remedy="Add --search, or remove --bench.",
         )
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
