@@ -42,15 +42,15 @@ batch of 8.
 The first number in each cell is the largest relative difference between a loss and the corresponding loss
 of a **single process** with the same version, device and dtype and a micro batch of 2. The number after the
 slash is the largest relative difference between gradient norms. The row "one" compares this single process
-with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. fp32 has 24 bits, so a
-difference of 6e-8 is one unit in the last place. A difference of 0 means that the values are bitwise
+with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. Because fp32 has 24
+bits, a difference of 6e-8 is one unit in the last place. A difference of 0 means that the values are bitwise
 identical.
 
 A dash (–) means that the combination has not been measured yet. Results for
 Megatron-LM's main branch are on [a separate page](../records/main.md).
 
 Runs of the built-in trainer at commit eaebf123 and older commits started from different initial weights than
-newer runs. 285068c8 supports neither context parallelism nor expert parallelism nor FSDP.
+newer runs. Megatron-LM 285068c8 supports neither context parallelism nor expert parallelism nor FSDP.
 """
 NOT_YET = """The versions {} have not been measured yet.
 """
