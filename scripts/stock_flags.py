@@ -55,7 +55,7 @@ runs with the flags.
 - **checked**: the flag is accepted, but only Megatron's argument checks read it, which may set other flags
   from it.
 - **no effect**: the flag is accepted, but no code reads it.
-- **left out**: the flag is accepted but switched off, and a log line says so.
+- **left out**: the flag is accepted but switched off, and the log reports this.
 - **refused**: the flag is rejected with a one-line error and exit code 2; the remark quotes the beginning
   of the error.
 - **fails**: Megatron's own check rejects the flag with a traceback.
