@@ -35,7 +35,7 @@ def opened(path: str | Path) -> BinaryIO:
                 said = f"it is a pipe to which nothing has been written for {PIPE_WAIT_S:g} s"
                 raise OSError(errno.EINVAL, said, str(path))
         elif not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is neither a regular file nor a pipe", str(path))
+            raise OSError(errno.EINVAL, "the path is neither a regular file nor a pipe", str(path))
         os.set_blocking(stream.fileno(), True)
     except BaseException:
         stream.close()

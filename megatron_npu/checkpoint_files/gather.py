@@ -27,12 +27,13 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     place = root / parts[0].name
     if place.exists():
         raise UsageError(
-            f"--into must name a folder in which {place.name} does not exist yet, but {place} exists",
+            f"--into must be a folder that does not contain {place.name} yet, but {place} already exists",
             remedy="Use another folder.",
         )
     if strange := next((part for part in parts if _identity(part) != _identity(parts[0])), None):
         raise UsageError(
-            f"{parts[0]} and {strange} are not parts of one checkpoint: their indices or checksums differ",
+            f"{parts[0]} and {strange} are not parts of the same checkpoint, because their "
+            "indices or checksums differ",
             remedy="Pass folders of one run with --save-per-machine, and with --ckpt-step an iteration "
             "that all of them have.",
         )

@@ -231,8 +231,8 @@ def fetch(address: str, load: str, step: int | None = None) -> None:
         if step is not None and step not in found:
             there = ", ".join(map(str, found)) or "none"
             raise UsageError(
-                f"--ckpt-step {step}: {address} has no complete checkpoint of this iteration; the complete "
-                f"ones are: {there}",
+                f"--ckpt-step {step}: {address} has no complete checkpoint of this iteration; the "
+                f"complete checkpoints are: {there}",
                 remedy="Pass one of them, or remove --ckpt-step.",
             )
         if not found:

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["torch_dist", "torch"],
         default="torch_dist",
         help=(
-            "checkpoint format to write; torch writes one file per rank, the format of Megatron-LM 285068c8 "
+            "checkpoint format to write; torch: one file per rank, as in Megatron-LM 285068c8 "
             "(only with --to megatron)"
         ),
     )
@@ -91,8 +91,8 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer-type",
         choices=tokenizer_files.KINDS,
         help=(
-            "tokenizer of the result; NullTokenizer omits the tokenizer (only with --to megatron; "
-            "default: detected from the source's files)"
+            "tokenizer of the result; with NullTokenizer, no tokenizer is converted (only with "
+            "--to megatron; default: detected from the source's files)"
         ),
     )
     add(

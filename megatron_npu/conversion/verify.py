@@ -136,8 +136,9 @@ def verify(
         )
     if not result.turned <= far_rotation.bound(result.positions):
         raise UsageError(
-            f"after {result.positions} tokens the original and the converted model rotate queries and keys "
-            f"by different angles: their sines differ by {result.turned:.3g}, but must differ by at most "
+            f"after {result.positions} tokens the original and the converted model rotate queries "
+            "and keys by different angles: the sines of the angles differ by "
+            f"{result.turned:.3g}, but must differ by at most "
             f"{far_rotation.bound(result.positions):.3g}. Nothing was written. Please report it."
         )
     return result

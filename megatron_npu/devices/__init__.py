@@ -50,8 +50,8 @@ def select(name: str) -> Device:
     reason = device.absence()
     if reason is not None:
         raise UsageError(
-            f"{settings.DEVICE.name}={name} requires a machine with a usable {name} device, but {reason}. "
-            f"Install what is missing, or set {settings.DEVICE.name}=auto."
+            f"{settings.DEVICE.name}={name} requires a machine with a usable {name} device, but "
+            f"{reason}. Install the missing software, or set {settings.DEVICE.name}=auto."
         )
     return device
 

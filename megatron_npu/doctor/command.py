@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--known-bugs",
         action="store_true",
-        help="only list the known bugs of that Megatron, and whether they are fixed here",
+        help="list only the known bugs of the selected Megatron, and whether this package fixes them",
     )
     cluster = parser.add_argument_group("several machines, started with the job's launcher")
     cluster.add_argument(

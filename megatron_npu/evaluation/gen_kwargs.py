@@ -78,9 +78,9 @@ def _refuse_unknown(rest: Mapping[str, Any]) -> None:
         allowed = _WITHOUT_MEANING.get(name, ())
         if allowed is not None and value not in allowed:
             raise UsageError(
-                f"generation_kwargs {name}={value!r} is not supported; the supported ones are until, "
-                "max_gen_toks, do_sample, temperature, top_p and top_k. Change the task, or convert the "
-                "checkpoint and evaluate it with --model hf."
+                f"generation_kwargs {name}={value!r} is not supported; the supported keys are "
+                "until, max_gen_toks, do_sample, temperature, top_p and top_k. Change the task, "
+                "or convert the checkpoint and evaluate it with --model hf."
             )
 
 

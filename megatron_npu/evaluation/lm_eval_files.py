@@ -90,7 +90,7 @@ def _caches(prefix: str | None) -> Iterator[Path]:
 def _require_own(path: Path) -> None:
     if wrong := files.others(path):
         raise UsageError(
-            f"the cache {path} {wrong}, but only this user may be able to write to it, because lm-eval "
-            "executes the code in it. Remove it; if you know what it holds, run chmod go-w on it; or use "
-            f"another --use_cache or {_CACHE_VARIABLE}."
+            f"the cache {path} {wrong}, but only this user may have write access to it, because "
+            "lm-eval executes the code in it. Remove the cache; or, if you know what it "
+            f"contains, run chmod go-w on it; or use another --use_cache or {_CACHE_VARIABLE}."
         )

@@ -49,7 +49,7 @@ class Calibration:
             measured = table["device"]
             if measured != device:
                 raise UsageError(
-                    f"--bench {path} was measured on {measured}, but the times are for {device}",
+                    f"--bench {path} was measured on {measured}, but the plan is for {device}",
                     remedy=_REMEDY,
                 )
             found = [seconds / one.time().total for one, seconds in _rows(table, hardware, per_node)]
@@ -58,7 +58,7 @@ class Calibration:
             raise UsageError(told, remedy=_REMEDY) from None
         if not found:
             raise UsageError(
-                f"--bench {path} contains no measured rows: none of its rows has a time", remedy=_REMEDY
+                f"--bench {path} must contain measured times, but none of its rows has a time", remedy=_REMEDY
             )
         source = f"{path.name}, {table.get('hardware') or device}"
         return cls(statistics.median(found), min(found), max(found), len(found), source)

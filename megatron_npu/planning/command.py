@@ -30,11 +30,11 @@ from megatron_npu.planning.report import Plan, Row
 from megatron_npu.planning.search import DryRun, Search
 
 _DESCRIPTION = (
-    "Dry-run a job of --devices ranks on this machine: the memory and communication of each kind "
-    "of\nrank, whether the job fits, and the flags that would make it fit. NPU: torch_npu's own "
-    "allocator on the\nsimulated Ascend, whose memory is only reserved. CUDA: torch's fake "
-    "tensors with a simulation of the caching allocator. Exit code 2: the job does not fit, or "
-    "cannot run."
+    "Dry-run a job of --devices ranks on this machine. The report shows the memory and communication of\n"
+    "each kind of rank, whether the job fits, and the flags that would make it fit. With --device npu, the\n"
+    "plan uses torch_npu's own allocator on the simulated Ascend, whose memory is only reserved. With\n"
+    "--device cuda, it uses torch's fake tensors and a simulation of the caching allocator. Exit code\n"
+    "2: the job does not fit, or cannot run."
 )
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...
        %(prog)s --devices N [--memory 64G] [--device npu] -- train ARGUMENTS...
@@ -123,7 +123,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     if options.bench is not None and not options.search:
         raise UsageError(
-            f"--bench {options.bench} calibrates the times of --search, which is not given",
+            f"--bench {options.bench} requires --search, because it calibrates the times that "
+            "--search estimates",
             remedy="Add --search, or remove --bench.",
         )
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

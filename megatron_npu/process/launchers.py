@@ -127,8 +127,8 @@ def _settle_task(command: str) -> None:
     address = os.environ.get("MASTER_ADDR") or task.address
     if address is None:
         raise UsageError(
-            f"{task.launcher} started {task.ranks} tasks on several machines, but MASTER_ADDR is not set; "
-            "it must hold the first machine's address",
+            f"{task.launcher} started {task.ranks} tasks on several machines, but MASTER_ADDR is "
+            "not set; it must contain the first machine's address",
             remedy="Add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, or start torchrun on each "
             "machine.",
         )
@@ -277,8 +277,8 @@ def _settle_machine(argv: Sequence[str], machine: Machine) -> None:
         _meet_at(machine)
     elif several and _trains(argv):
         raise UsageError(
-            f"{machine.launcher} describes {machine.count} machines with several devices each, but started "
-            "only one process here; each device requires its own process",
+            f"{machine.launcher} describes {machine.count} machines with several devices each, "
+            "but started only one process on this machine; each device requires its own process",
             remedy="Start torchrun -m megatron_npu, which reads PET_…"
             if machine.launcher.startswith("PET")
             else f"Start torchrun --nnodes {machine.count} --node-rank $RANK --nproc-per-node N "
@@ -374,15 +374,16 @@ def _require_address() -> None:
         return
     if not os.environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but MASTER_ADDR "
-            "is not; MASTER_ADDR must hold the first machine's address, and MASTER_PORT its port",
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but "
+            "MASTER_ADDR is not; MASTER_ADDR must contain the first machine's address, and "
+            "MASTER_PORT its port",
             remedy="Export both, or use torchrun.",
         )
     port = os.environ.get("MASTER_PORT", "").strip() or str(_PORT)
     if not 0 < (digits.number(port) or 0) < 65536:
         raise UsageError(
             f"MASTER_PORT must be a port from 1 to 65535, but got {port}",
-            remedy="Export the first machine's.",
+            remedy="Export the port that the first machine uses.",
         )
     os.environ["MASTER_PORT"] = port
 

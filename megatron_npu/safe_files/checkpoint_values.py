@@ -33,8 +33,8 @@ def data_only(load_dir: str, *kinds: Any) -> Iterator[None]:
             cause = error.__context__ if isinstance(error, SystemExit) else error
             reason = safe_load.refused_name(cause) if cause else "see upstream's message above"
             raise UsageError(
-                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason}); a "
-                "checkpoint must contain only tensors and arguments of this Megatron",
+                f"the checkpoint in {load_dir} cannot be read ({type(cause).__name__}: {reason}); "
+                "a checkpoint must contain only tensors and Megatron's arguments",
                 remedy="Check that its files are complete; never load a checkpoint from a source that "
                 "you do not trust.",
             ) from cause

@@ -138,7 +138,7 @@ def _check(
     sequences = len(lengths)
     if not np.array_equal(first, np.arange(sequences + 1)):
         raise UsageError(
-            f"the sequences in {path} are not one-dimensional sequences of tokens", remedy=_REMEDY
+            f"the sequences in {path} must be one-dimensional lists of tokens, but are not", remedy=_REMEDY
         )
     if sequences and not 0 <= lengths.min() <= lengths.max() <= _LONGEST:
         raise UsageError(

@@ -84,7 +84,8 @@ def _logprobs(wanted: bool | None, top: int | None) -> int | None:
 def _messages(values: list[Any] | None) -> list[Message]:
     if not values:
         raise BadRequestError(
-            "messages must contain one or more messages, each with role and content, but it is empty",
+            "messages must be a list of one or more messages, each with role and content, but "
+            "got an empty list",
             "messages",
         )
     return [_message(number, value) for number, value in enumerate(values)]

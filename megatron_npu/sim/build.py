@@ -117,8 +117,8 @@ def _torch_npu() -> Path:
     directory = site.package_directory("torch_npu")
     if directory is None:
         raise UsageError(
-            "torch_npu is not on the Python path, but this must run in a process that the simulator "
-            "started. Start it with megatron-npu sim."
+            "torch_npu is not on the Python path, but the simulator must be built in a process "
+            "that `megatron-npu sim` started. Start it with megatron-npu sim."
         )
     return directory
 

@@ -100,7 +100,7 @@ def test_two_processes_train_as_one(said: dict[str, str]) -> None:
 
 
 def test_as_the_document_types_it_with_some_of_the_devices(said: dict[str, str]) -> None:
-    output = said["The document's command, and a choice of devices"]
+    output = said["The original command, and a choice of devices"]
     assert "devices: 2" in output
     assert losses(output, 2) == losses(said["Two processes"], 2)
 

@@ -255,7 +255,7 @@ def test_a_longer_run(resume):
     [
         ("--num-layers 3", "--num-layers 3 .checkpoint: 2."),
         ("--vocab-size 300", "the vocabulary size 301 .checkpoint: 256."),
-        ("--bf16", "was saved in fp32, but this run is in bf16"),
+        ("--bf16", "was saved in fp32, but this run uses bf16"),
         ("--use-distributed-optimizer", "was saved with the plain optimizer"),
     ],
 )

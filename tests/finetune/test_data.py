@@ -382,7 +382,9 @@ def test_texts_have_the_names_of_glue_or_those_that_are_said() -> None:
     assert found("question", "sentence", "label") == ("question", "sentence")
     assert found("text", "label") == ("text", None)
     assert found("a", "b", "label", said=(("text", "b"), ("label", "label"))) == ("b", None)
-    with pytest.raises(UsageError, match=r"has no column for the text \(its columns are 'a', 'label'\)"):
+    with pytest.raises(
+        UsageError, match="has only the columns 'a', 'label', but a column for the text is required"
+    ):
         found("a", "label")
     with pytest.raises(UsageError, match="the column 'label' is used both as the text and as its label"):
         found("a", "label", said=(("text", "label"),))
@@ -392,14 +394,15 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     there = {"train": ["question", "context", "answers"], "validation": ["question", "context"]}
     roles = {role: (role,) for role in ("question", "context", "answers")}
     with pytest.raises(
-        UsageError, match=r"the split 'validation' has no column 'answers' \(its columns are 'question'"
+        UsageError,
+        match=r"the split 'validation' has no column 'answers' \(the columns of this split are 'question'",
     ):
         columns.find(there, roles, ())
     with pytest.raises(UsageError, match="the split 'train' has no column 'reply'"):
         columns.find(there, roles, (("answers", "reply"),))
     with pytest.raises(
         UsageError,
-        match="--columns tokens=x: the task has no role tokens; its roles are question, context",
+        match="--columns tokens=x: the task has no role tokens; the roles of the task are question, context",
     ):
         columns.find(there, roles, (("tokens", "x"),))
 

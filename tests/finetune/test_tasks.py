@@ -424,7 +424,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no label": (
         "sequence_classification",
         _other_data([{"text": "the cat", "stars": 1}] * 9),
-        "the data has no column for the label (its columns are 'text', 'stars')",
+        "the data has only the columns 'text', 'stars', but a column for the label is required",
     ),
     "one label": (
         "sequence_classification",
@@ -449,7 +449,7 @@ BAD: dict[str, tuple[str, Callable[[Path], list[str]] | list[str], str]] = {
     "no such role": (
         "seq2seq",
         ["--columns", "text=source"],
-        "--columns text=source: the task has no role text; its roles are source, target",
+        "--columns text=source: the task has no role text; the roles of the task are source, target",
     ),
 }
 

@@ -41,7 +41,7 @@ def test_fp16_that_overflows_for_ever_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron-npu train: ")]
     assert "overflows fp16 at iteration" in line
-    assert "with the smallest loss scale, 1; nothing was saved after it." in line
+    assert "with the smallest loss scale, 1; nothing was saved after this iteration." in line
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "save" / "model").exists()
     rows = [json.loads(row) for row in (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()]

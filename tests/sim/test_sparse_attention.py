@@ -42,7 +42,7 @@ def test_the_same_losses_with_less(simulated):
     assert (fused["calls"], unfused["calls"]) == ([2, 2], [0, 0])  # two layers, forward and backward
     launches, peaks = ([way[name] for way in (unfused, fused)] for name in ("launches", "peak"))
     before, after = (f"{peak / 2**20:.1f}" for peak in peaks)
-    page = (ROOT / "docs" / "explanation" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "records" / "compared-with-mindspeed.md").read_text(encoding="utf-8")
     counted = (
         f"{launches[0]} launches and {before} MiB without the operation, and {launches[1]} launches and "
         f"{after} MiB"

@@ -70,4 +70,7 @@ def test_a_command_says_so_in_one_line(argv: list[str]) -> None:
 def test_a_table_that_plan_would_not_use_is_refused(tmp_path: Path) -> None:
     done = tiny.run("plan", "--devices", "2", "--bench", str(tmp_path / "table"), "--", "pretrain")
     assert done.returncode == 2
-    assert "calibrates the times of --search, which is not given. Add --search" in done.stderr
+    assert (
+        "requires --search, because it calibrates the times that --search estimates. Add --search"
+        in done.stderr
+    )

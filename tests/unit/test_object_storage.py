@@ -99,7 +99,7 @@ def test_the_newest_complete_checkpoint_is_fetched(address, tmp_path) -> None:
     assert sorted(path.name for path in disk.glob("*iter_0*")) == ["iter_0000004"]
     object_storage.fetch(address, str(disk), step=2)
     assert tracked(disk) == "2\n"
-    with pytest.raises(UsageError, match=r"--ckpt-step 6: .* the complete ones are: 2, 4"):
+    with pytest.raises(UsageError, match=r"--ckpt-step 6: .* the complete checkpoints are: 2, 4"):
         object_storage.fetch(address, str(disk), step=6)
 
 

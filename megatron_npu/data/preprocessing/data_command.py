@@ -180,8 +180,8 @@ def _decode(options: argparse.Namespace) -> int:
     if options.document >= data.summary.documents:
         raise UsageError(
             f"--document must be from 0 to {data.summary.documents - 1}, because the dataset has "
-            f"{data.summary.documents} documents, but got {options.document}. Pass a smaller number; "
-            "`megatron-npu data count` prints how many documents there are."
+            f"{data.summary.documents} documents, but got {options.document}. Pass a smaller "
+            "number; `megatron-npu data count` prints the number of documents."
         )
     tokenizer = tokenizer_files.named_by(options).build() if _names_a_tokenizer(options) else None
     starts = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])[data.documents]

@@ -102,9 +102,9 @@ def require(prefix: str | Path, *, whole: bool = False) -> bool:
         ) from error
     if faults:
         raise UsageError(
-            f"the dataset is damaged: {'; '.join(faults)}. Its files must be as they were written "
-            f"({found}). Copy or preprocess the data again, or remove {found} if another program rewrote "
-            "the files on purpose."
+            f"the dataset is damaged: {'; '.join(faults)}. Its files must not have changed since "
+            f"they were written ({found}). Copy or preprocess the data again, or remove {found} "
+            "if another program rewrote the files on purpose."
         )
     return True
 
@@ -117,7 +117,9 @@ def exist(prefix: str | Path) -> bool:
     """
     found = path_of(prefix)
     if os.path.lexists(found) and not found.is_file():
-        raise UsageError(f"{found} must be the checksum file of a dataset, but is no file. Remove it.")
+        raise UsageError(
+            f"{found} must be the checksum file of a dataset, but is not a regular file. Remove it."
+        )
     return found.is_file()
 
 

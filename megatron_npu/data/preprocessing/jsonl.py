@@ -151,4 +151,6 @@ def _refuse_surrogates(text: str, key: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _UnfitError(f"{key!r} holds the lone surrogate {text[error.start]!a}") from error
+        raise _UnfitError(
+            f"the text under {key!r} contains the lone surrogate {text[error.start]!a}"
+        ) from error

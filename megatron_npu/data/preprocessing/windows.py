@@ -54,8 +54,9 @@ def named_by(arguments: argparse.Namespace) -> Windows | None:
         )
     if stride > length:
         raise UsageError(
-            f"--stride must be at most --seq-length {length}, but got {stride}. Lower the stride: a larger "
-            "one loses tokens. For windows without overlap, pass the same value to both."
+            f"--stride must be at most --seq-length {length}, but got {stride}. Lower the stride, "
+            "because a stride larger than a window loses tokens. For windows without overlap, "
+            "pass the same value to both."
         )
     if arguments.split_sentences:
         raise UsageError(

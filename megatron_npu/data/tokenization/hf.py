@@ -45,8 +45,8 @@ class HuggingFaceTokenizer:
         eod = None if end is None else self._model.token_to_id(end)
         if eod is None:
             raise UsageError(
-                f"{folder}: tokenizer_config.json sets eos_token to {end!r}, which is not a token in "
-                "tokenizer.json. Set eos_token there to the end-of-text token."
+                f"{folder}: tokenizer_config.json sets eos_token to {end!r}, which is not a token "
+                "in tokenizer.json. Set eos_token in this file to the end-of-text token."
             )
         self.eod: int = eod
         self.unknown: int | None = self._unknown(Path(folder))

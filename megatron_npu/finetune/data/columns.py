@@ -36,8 +36,8 @@ def _said(said: Collection[tuple[str, str]], roles: Collection[str]) -> dict[str
     for role, name in said:
         if role not in roles:
             raise UsageError(
-                f"--columns {role}={name}: the task has no role {role}; its roles are {', '.join(roles)}. "
-                "Correct the role, or remove it."
+                f"--columns {role}={name}: the task has no role {role}; the roles of the task are "
+                f"{', '.join(roles)}. Correct the role, or remove it."
             )
     return dict(said)
 
@@ -47,8 +47,9 @@ def _first(role: str, names: Collection[str], there: Collection[str]) -> str:
         if name in there:
             return name
     raise UsageError(
-        f"the data has no column for the {role} (its columns are {', '.join(map(repr, there))}); the column "
-        f"must be one of {', '.join(map(repr, names))}. Name the column with --columns {role}=NAME."
+        f"the data has only the columns {', '.join(map(repr, there))}, but a column for the "
+        f"{role} is required, such as {', '.join(map(repr, names))}. Name the column with "
+        f"--columns {role}=NAME."
     )
 
 
@@ -57,7 +58,7 @@ def _refuse_missing(there: Mapping[str, Collection[str]], columns: Mapping[str, 
         for role, name in columns.items():
             if name not in names:
                 raise UsageError(
-                    f"the split {part!r} has no column {name!r} (its columns are "
-                    f"{', '.join(map(repr, names))}). The {role} must have the same column name in every "
-                    f"split. Name the column with --columns {role}=NAME."
+                    f"the split {part!r} has no column {name!r} (the columns of this split are "
+                    f"{', '.join(map(repr, names))}). The {role} must have the same column name "
+                    f"in every split. Name the column with --columns {role}=NAME."
                 )

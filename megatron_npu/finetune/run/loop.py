@@ -190,8 +190,8 @@ class Loop:
             self._overflowed(scale)
         elif not math.isfinite(norm):
             raise DivergedError(
-                f"the gradient norm is {norm} at iteration {self.iteration}; nothing was saved after it. "
-                f"{self.nonfinite.words()} Lower --lr or check the data."
+                f"the gradient norm is {norm} at iteration {self.iteration}; nothing was saved "
+                f"after this iteration. {self.nonfinite.words()} Lower --lr or check the data."
             )
         self._losses.add(total[None])
         self._norms.append(norm)
@@ -211,9 +211,10 @@ class Loop:
         self.report.say(f" iteration {self.iteration}: the gradient overflowed, so the update was skipped")
         if scale <= SMALLEST:
             raise DivergedError(
-                f"the gradient overflows fp16 at iteration {self.iteration} with the smallest loss scale, "
-                f"{SMALLEST:g}; nothing was saved after it. {self.nonfinite.words()} Lower --lr, pass "
-                "--mixed-precision bf16, or check the data."
+                f"the gradient overflows fp16 at iteration {self.iteration} with the smallest "
+                f"loss scale, {SMALLEST:g}; nothing was saved after this iteration. "
+                f"{self.nonfinite.words()} Lower --lr, pass --mixed-precision bf16, or check the "
+                "data."
             )
 
     def _compares_replicas(self) -> bool:

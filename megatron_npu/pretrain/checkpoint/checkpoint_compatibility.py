@@ -148,8 +148,9 @@ def _require_same_precision(found: CheckpointInfo, flags: ResumeFlags) -> None:
     )
     if saved != own:
         raise UsageError(
-            f"--load {found.path} was trained in {saved}, but this run is in {own}; both must be the same, "
-            "because each precision wraps the model differently, which changes the parameter names",
+            f"--load {found.path} was trained in {saved}, but this run uses {own}; both must be "
+            "the same, because each precision wraps the model differently and thus changes the "
+            "parameter names",
             remedy="Change --mixed-precision, or train with --fsdp-memory-optimization from the start.",
         )
 
@@ -162,8 +163,8 @@ def _require_same_main_weights(found: CheckpointInfo, flags: ResumeFlags) -> Non
     before, now = _precision(found.arguments), _precision(vars(flags))
     if before != now:
         raise UsageError(
-            f"--load {found.path} was saved in {before}, but this run is in {now}; both must be the same, "
-            "because the optimizer keeps fp32 main weights only for 16-bit weights",
+            f"--load {found.path} was saved in {before}, but this run uses {now}; both must be "
+            "the same, because the optimizer keeps fp32 main weights only for 16-bit weights",
             remedy="Change --bf16 or --fp16, or pass --no-load-optim.",
         )
 
@@ -199,9 +200,9 @@ def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> Non
     if apart != (flags.expert_model_parallel_size > 1):
         words = {True: "with", False: "without"}
         raise UsageError(
-            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run is "
-            f"{words[not apart]} it; both must be with the flag (at any size) or without it, because the "
-            "optimizer state of experts is stored differently",
+            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this "
+            f"run is {words[not apart]} this flag; both must use the flag (with any size) or "
+            "neither, because the optimizer state of experts is stored differently",
             remedy="Change the flag, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, flags)

@@ -154,7 +154,7 @@ def require_vocabulary(found: checkpoint_description.CheckpointInfo, tokens: int
     rows = found.arguments["padded_vocab_size"]
     if rows is not None and rows < tokens:
         raise UsageError(
-            f"--load {found.path} has a vocabulary of {rows} tokens, padding included, but the tokenizer "
-            f"has {tokens} tokens, which is more",
+            f"--load {found.path} has a vocabulary of {rows} tokens including padding, but the "
+            f"tokenizer has more tokens, {tokens}",
             remedy="Pass the tokenizer files that training used.",
         )

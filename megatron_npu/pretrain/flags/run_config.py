@@ -253,7 +253,7 @@ def _values(text: str, where: str) -> list[str]:
         return [_scalar(text)]
     if not text.endswith("]"):
         raise UsageError(
-            f"{where}: the list must end on the line on which it begins, as in [a, b], but is {text}",
+            f"{where}: the list must begin and end on the same line, as in [a, b], but is {text}",
             remedy="Close the bracket.",
         )
     parts = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", text[1:-1])

@@ -145,7 +145,7 @@ def _require_known_model(values: Mapping[str, Any]) -> None:
     known = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer")
     if values.get("tokenizer_type") not in known:
         raise UsageError(
-            f"a checkpoint must have --tokenizer-type {either(known)}, but this one has "
+            f"the checkpoint's --tokenizer-type must be {either(known)}, but it is "
             f"{values.get('tokenizer_type')}",
             remedy="The checkpoint does not store its vocabulary size, and only these tokenizers "
             "determine it.",

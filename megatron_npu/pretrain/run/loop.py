@@ -299,8 +299,8 @@ class Trainer:
     def _diverged(self, what: str) -> None:
         if self.plan.guard.check_for_nan_in_loss_and_grad and not self.plan.guard.fp16:
             raise DivergedError(
-                f"{what}; nothing was saved after it. {self.nonfinite.words()} Lower --lr or check the "
-                f"data{self.goes_on}."
+                f"{what}; nothing was saved after this iteration. {self.nonfinite.words()} Lower "
+                f"--lr or check the data{self.goes_on}."
             )
 
     def _report_skipped_update(self) -> None:

@@ -210,7 +210,7 @@ def rows_of_sentences(
     size = ctypes.c_int64()
     made = loaded.make_rows(given, titles is not None, wide, ctypes.byref(size))
     if made is None:
-        raise MemoryError("there is not enough memory for the rows of a dataset of sentences")
+        raise MemoryError("there is not enough memory to index the sentences of the dataset")
     columns = 3 if titles is None else 4
     result = np.empty((size.value // columns, columns), np.uint64 if wide else np.uint32)
     loaded.take_rows(made, wide, result.ctypes.data)

@@ -78,7 +78,7 @@ def test_a_description_that_is_none(text: str, saved: Path) -> None:
     ],
 )
 def test_a_file_that_was_cut_short(errors: list[Exception], saved: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be read: .*Its files must be as they were saved") as caught:
+    with pytest.raises(UsageError, match=r"cannot be read: .*Its files must not have changed") as caught:
         load(saved.parent, *errors)
     assert "\n" not in str(caught.value)
 

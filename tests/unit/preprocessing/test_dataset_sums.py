@@ -65,7 +65,9 @@ def test_what_is_in_the_place_of_the_checksums_is_told(tmp_path: Path, kind: str
     assert not dataset_sums.exist(data)
     os.mkfifo(sums) if kind == "pipe" else sums.symlink_to("nowhere")
     for told in (dataset_sums.exist, indexed_dataset.validate):
-        with pytest.raises(UsageError, match="must be the checksum file of a dataset, but is no file"):
+        with pytest.raises(
+            UsageError, match="must be the checksum file of a dataset, but is not a regular file"
+        ):
             told(data)
 
 

@@ -95,7 +95,7 @@ def test_keys_and_lists() -> None:
         (b'{"text": null}', "'text' holds NoneType"),
         (b'{"text": ["a", 1]}', "'text' holds int"),
         (b'{"text": "\xff"}', "byte 10 is not valid UTF-8"),
-        (b'{"text": "\\ud83d"}', "'text' holds the lone surrogate"),
+        (b'{"text": "\\ud83d"}', "the text under 'text' contains the lone surrogate"),
     ],
 )
 def test_a_line_that_is_no_document(line: bytes, message: str) -> None:

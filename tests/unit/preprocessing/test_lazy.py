@@ -60,7 +60,7 @@ def test_commands_of_data_read_it(both, capsys):
         (8, 2, "version 2"),
         (16, 77, "token type 77"),
         (32, 1 << 40, "truncated"),
-        (56, 5, "are not one-dimensional"),
+        (56, 5, "must be one-dimensional lists of tokens"),
         (56 + 8 * 5, 3, "invalid sequence offsets"),
         (56 + 8 * 6, -1, "invalid sequence lengths"),
         (56 + 8 * 9, 3, "invalid document boundaries"),

@@ -181,7 +181,7 @@ def test_the_model_is_taken_and_the_run_is_not(tmp_path):
         ),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ({"window_size": (8, -1)}, "window_size (8, -1)"),
-        ({"tokenizer_type": "TikTokenizer"}, "but this one has TikTokenizer"),
+        ({"tokenizer_type": "TikTokenizer"}, "but it is TikTokenizer"),
     ],
 )
 def test_what_the_driver_does_not_have_is_named(changes, named):

@@ -195,14 +195,14 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
 
     args = Namespace(**ARGS, tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
     save(tmp_path / "a", "mp_rank_00", model=nested(whole_model()), args=args)
-    assert "1 x pipeline-parallel 1, but its arguments say 2 x 1" in refused(tmp_path / "a")
+    assert "1 x pipeline-parallel 1, but its arguments specify 2 x 1" in refused(tmp_path / "a")
     save(tmp_path / "a", "mp_rank_02", model={}, args=args)
     assert "no file for tensor rank 1, pipeline rank 0" in refused(tmp_path / "a")
     (tmp_path / "b" / "release" / "mp_rank_00").mkdir(parents=True)
     assert "no mp_rank_*/model_optim_rng.pt" in refused(tmp_path / "b")
     weights = {n: w for n, w in whole_model().items() if ".layers.3." not in n}
     save(tmp_path / "c", "mp_rank_00", model=nested(weights), args=Namespace(**ARGS), checkpoint_version=3.0)
-    assert "have 3 layers, but the arguments in them say 4" in refused(tmp_path / "c")
+    assert "have 3 layers, but the arguments in the files specify 4" in refused(tmp_path / "c")
     file = save(tmp_path / "d", "mp_rank_00", model=[])
     assert "its model is not a mapping of names to weights" in refused(tmp_path / "d")
     for number, named in enumerate(({"num_layers": -4}, {"num_layers": [4]}, {"consumed_train_samples": -1})):
@@ -219,7 +219,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
         checkpoint_version=3.0,
     )
     found = stock_checkpoints.find(tmp_path / "e")
-    with pytest.raises(UsageError, match="a vocabulary of 96 tokens, padding included"):
+    with pytest.raises(UsageError, match="a vocabulary of 96 tokens including padding"):
         stock_checkpoints.require_vocabulary(found, 97)
 
 

@@ -57,9 +57,9 @@ def _refuse_sequence_parallel(args: argparse.Namespace) -> None:
         )
     if not args.deepspeed or not args.no_pipeline_parallel:
         raise UsageError(
-            f"{given} requires both --deepspeed and --no-pipeline-parallel, because DeepSpeed's engine sums "
-            "the gradients of the sequence-parallel ranks, and only such a model splits the tokens between "
-            "them. Add both flags."
+            f"{given} requires both --deepspeed and --no-pipeline-parallel, because DeepSpeed's "
+            "engine sums the gradients of the sequence-parallel ranks, and only a model without "
+            "a pipeline splits the tokens between these ranks. Add both flags."
         )
     config = read_configuration(args.deepspeed_config)
     scatters = (config.get("zero_optimization") or {}).get("reduce_scatter", True)

@@ -109,9 +109,9 @@ def _refuse_logit_maximum(config: Any) -> None:
         if getattr(config, option, False):
             flag = "--" + option.replace("_", "-")
             raise UsageError(
-                f"{flag} requires TransformerEngine, because it needs an attention that reports its largest "
-                f"score, which no fused attention here does. Remove {flag}; --qk-layernorm also keeps "
-                "scores small."
+                f"{flag} requires TransformerEngine, because it needs the largest attention "
+                f"score, which this package's fused attention does not return. Remove {flag}; "
+                "--qk-layernorm also keeps scores small."
             )
 
 
@@ -174,8 +174,8 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
         return False
     if self.config.context_parallel_size > 1:
         raise NotImplementedError(
-            f"context parallelism cannot be used here, because {reason}, for which only upstream's attention "
-            "is available, and that attention would ignore context parallelism"
+            f"context parallelism cannot be used in this layer, because {reason}; only upstream's "
+            "attention supports this, and it would ignore context parallelism"
         )
     report_fallback("attention", reason)
     return True

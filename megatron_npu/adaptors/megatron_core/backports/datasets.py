@@ -52,7 +52,7 @@ def read_split(original: Callable[[str], list[float]], split: str) -> list[float
         shares = [math.nan]
     if not all(0 <= share < math.inf for share in shares):
         raise UsageError(
-            f"--split must be non-negative numbers, separated by commas, but got {split!r}. Pass, for "
-            "example, --split 969,30,1."
+            "--split must consist of non-negative numbers, separated by commas, but got "
+            f"{split!r}. Pass, for example, --split 969,30,1."
         )
     return original(",".join(f"{share:.12f}" for share in shares))

@@ -91,7 +91,8 @@ def _failures(error: BaseException) -> list[Any]:
 
 def _broken(what: str | Path, why: str) -> UsageError:
     return UsageError(
-        f"{what} cannot be read: {why[:1000]}. Its files must be as they were saved. {of_scripts.REMEDY}"
+        f"{what} cannot be read: {why[:1000]}. Its files must not have changed since they were "
+        f"saved. {of_scripts.REMEDY}"
     )
 
 

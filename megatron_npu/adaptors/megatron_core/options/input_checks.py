@@ -46,8 +46,8 @@ def _refuse_missing_data(flag: str, given: object) -> None:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         if missing:
             raise UsageError(
-                f"{flag} {prefix}: {' and '.join(missing)} cannot be found; a dataset is the prefix of a "
-                ".bin and an .idx file",
+                f"{flag} {prefix}: {' and '.join(missing)} cannot be found; a dataset is given as "
+                "the common prefix of a .bin and an .idx file",
                 remedy="Correct the prefix (`megatron-npu preprocess --output-prefix data/text` writes "
                 "data/text_text_document), or create the dataset.",
             )

@@ -108,8 +108,8 @@ def require_layout(found: RankFiles, path: Path, args: Mapping[str, Any]) -> Non
     if (found.tensor, found.pipeline) != (tensor, pipeline):
         raise _incomplete(
             path,
-            f"its files are for tensor-parallel {found.tensor} x pipeline-parallel {found.pipeline}, but "
-            f"its arguments say {tensor} x {pipeline}",
+            f"its files are for tensor-parallel {found.tensor} x pipeline-parallel "
+            f"{found.pipeline}, but its arguments specify {tensor} x {pipeline}",
         )
 
 

@@ -160,7 +160,9 @@ class Checkpoint:
     def _require_all_layers(self) -> None:
         found, wanted = names.layers_in(self._parts), self._number(self.args, "num_layers")
         if len(found) != wanted or max(found, default=-1) != wanted - 1:
-            raise self._damaged(f"the files have {len(found)} layers, but the arguments in them say {wanted}")
+            raise self._damaged(
+                f"the files have {len(found)} layers, but the arguments in the files specify {wanted}"
+            )
 
     def _damaged(self, reason: str) -> UsageError:
         return UsageError(

@@ -65,7 +65,7 @@ def find(run: str) -> Path:
         files.regular(path).close()
     except OSError as error:
         raise UsageError(
-            f"the file {path} cannot be read ({error.strerror}), but a dashboard shows what is in it",
+            f"the file {path} cannot be read ({error.strerror}), but the dashboard must be able to read it",
             remedy="Let the file's owner give you access to it.",
         ) from error
     return path
