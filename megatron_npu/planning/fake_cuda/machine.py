@@ -16,7 +16,7 @@ import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -87,7 +87,8 @@ class Tensors(FakeTensorMode):
 
     def _empty(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         empty = torch.ops.aten.empty.memory_format
-        return super().dispatch(empty, (), (list(shape),), {"dtype": dtype, "device": device})
+        made = super().dispatch(empty, (), (list(shape),), {"dtype": dtype, "device": device})
+        return cast(Tensor, made)
 
     def _tell(self, func: Any, unknown: bool) -> None:
         if unknown and self.asked is not None:
