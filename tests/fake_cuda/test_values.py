@@ -38,6 +38,9 @@ with machine.installed(), machine.running() as tensors:
     found["repeated"] = list(repeated.shape)
     found["split"] = [len(each) for each in repeated.split(counts.tolist())]
     found["asked"] = list(asked)
+    nothing = torch.zeros(1, device=cuda)  # the sums of losses and tokens of a stage without losses
+    found["mean of nothing"] = (nothing / nothing).item()
+    asked.clear()
     counts[1:].add_(1)  # through a view
     found["added"] = counts.tolist()
     counts[:1].copy_(torch.randint(0, 9, (1,), device=cuda))  # nobody knows these
@@ -68,6 +71,10 @@ def test_shapes_follow_from_counts(found: dict) -> None:
     assert found["repeated"] == [6, 8]
     assert found["split"] == [2, 1, 3]
     assert found["asked"] == []
+
+
+def test_a_mean_over_nothing_is_not_known(found: dict) -> None:
+    assert found["mean of nothing"] == 0
 
 
 def test_what_is_written_is_known_until_it_is_unknown(found: dict) -> None:

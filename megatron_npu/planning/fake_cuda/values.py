@@ -124,7 +124,10 @@ def note(func: Any, args: Any, result: Any, values: Any) -> None:
     shared = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
     pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True)
     for each, value in pairs:
-        if not (isinstance(each, FakeTensor) and isinstance(value, Tensor) and _is_kept(value)):
+        if not (isinstance(each, FakeTensor) and isinstance(value, Tensor)):
+            continue
+        if not _is_kept(value):
+            forget(each)
             continue
         owner = shared.get(value.untyped_storage()._cdata)
         if owner is each:
@@ -162,8 +165,11 @@ def positions(index: Any, make: Make) -> list[Any]:
 
 
 def _is_kept(values: Tensor) -> bool:
-    limit = _LARGEST_FLOATS if values.is_floating_point() or values.is_complex() else _LARGEST
-    return values.numel() * values.element_size() <= limit
+    """Return False for large values, and for those that are not finite, such as a mean over nothing."""
+    size = values.numel() * values.element_size()
+    if values.is_floating_point() or values.is_complex():
+        return size <= _LARGEST_FLOATS and bool(values.isfinite().all())
+    return size <= _LARGEST
 
 
 def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
