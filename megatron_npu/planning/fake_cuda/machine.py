@@ -57,14 +57,9 @@ class Tensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            known = values.of(args[0])
-            self._tell(func, known is None)
-            return _zero(args[0].dtype) if known is None else known.item()
+            return self._item(func, args[0])
         if func is torch.ops.aten.equal.default:
-            first, second = values.of(args[0]), values.of(args[1])
-            unknown = first is None or second is None
-            self._tell(func, unknown)
-            return unknown or torch.equal(first, second)  # type: ignore[arg-type]
+            return self._equal(func, *args)
         kwargs = kwargs or {}
         found = values.computed(func, args, kwargs)
         result = self._result(func, types, args, kwargs, found)
@@ -76,6 +71,17 @@ class Tensors(FakeTensorMode):
         if isinstance(first, Tensor) and first.device.type == "cuda":
             self.operations[str(func)] += 1
         return result
+
+    def _item(self, func: Any, tensor: Tensor) -> bool | int | float:
+        known = values.of(tensor)
+        self._tell(func, known is None)
+        return _zero(tensor.dtype) if known is None else known.item()
+
+    def _equal(self, func: Any, first: Tensor, second: Tensor) -> bool:
+        pair = [values.of(first), values.of(second)]
+        known = [each for each in pair if each is not None]
+        self._tell(func, len(known) < 2)
+        return len(known) < 2 or torch.equal(*known)
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any, found: Any) -> Any:
         result = values.of_known_shape(func, args, found, self._empty)

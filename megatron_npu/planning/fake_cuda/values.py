@@ -8,6 +8,7 @@ A fake tensor holds the result in its attribute ``value``. Whatever writes an un
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,33 +76,38 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     An operation that writes to its arguments then writes to the known values, too.
     """
     packet = getattr(func, "overloadpacket", None)
-    if packet is None or func.namespace not in ("aten", "prims"):
-        return None
     if packet in _LIFTS:
         return args[0].clone() if args[0].device.type == "cpu" and _is_kept(args[0]) else None
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = [each for each in leaves if isinstance(each, Tensor)]
-    if (not tensors and packet not in _FACTORIES) or torch.Tag.nondeterministic_seeded in func.tags:
+    if packet is None or not _is_computable(func, args, kwargs):
         return None
-    found = {id(each): of(each) for each in tensors}
-    if not all(value is not None and _is_kept(value) for value in found.values()):
-        return None
-    if not tensors and not _is_small_factory(packet, args, kwargs):
-        return None
-    if any(not hasattr(each, "value") for each in _written(func, args)):
-        return None  # torch writes to its constants itself
     if packet is torch.ops.prims.device_put:
-        return found[id(args[0])].clone()  # type: ignore[union-attr]
-
-    def on_cpu(leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return torch.device("cpu")
-        return found[id(leaf)] if isinstance(leaf, Tensor) else leaf
-
-    args, kwargs = pytree.tree_map(on_cpu, (args, {**kwargs, "pin_memory": None}))
-    if not any(argument.name == "pin_memory" for argument in func._schema.arguments):
-        del kwargs["pin_memory"]
+        return of(args[0]).clone()  # type: ignore[union-attr]
+    if any(argument.name == "pin_memory" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "pin_memory": None}
+    args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _is_computable(func: Any, args: Any, kwargs: Any) -> bool:
+    if func.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    tensors = _tensors((args, kwargs))
+    if not tensors:
+        return _is_small_factory(func.overloadpacket, args, kwargs)
+    if any(not hasattr(each, "value") for each in _written(func, args)):
+        return False  # torch writes to its constants itself
+    values = [of(each) for each in tensors]
+    return all(value is not None and _is_kept(value) for value in values)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def note(func: Any, args: Any, result: Any, values: Any) -> None:
@@ -114,26 +120,26 @@ def note(func: Any, args: Any, result: Any, values: Any) -> None:
         values: what ``computed`` has returned.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
-    if values is None:
-        if packet is aten.all:
-            give(result, torch.ones(result.shape, dtype=torch.bool))
-        elif packet is not func and func._schema.is_mutable:
-            for tensor in _written(func, args):
-                forget(tensor)
-        return
-    shared = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
-    pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True)
-    for each, value in pairs:
-        if not (isinstance(each, FakeTensor) and isinstance(value, Tensor)):
-            continue
-        if not _is_kept(value):
-            forget(each)
-            continue
-        owner = shared.get(value.untyped_storage()._cdata)
-        if owner is each:
-            continue
+    if values is not None:
+        owners = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
+        for each, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True):
+            if isinstance(each, FakeTensor) and isinstance(value, Tensor):
+                _note(each, value, owners)
+    elif packet is aten.all:
+        give(result, torch.ones(result.shape, dtype=torch.bool))
+    elif packet is not func and func._schema.is_mutable:
+        for tensor in _written(func, args):
+            forget(tensor)
+
+
+def _note(tensor: Tensor, values: Tensor, owners: dict[int, Tensor]) -> None:
+    """Set the values of one result; ``owners`` are the arguments by the memory of their values."""
+    if not _is_kept(values):
+        return forget(tensor)
+    owner = owners.get(values.untyped_storage()._cdata)
+    if owner is not tensor:
         memory = getattr(getattr(owner, "value", None), "memory", None)
-        each.value = _Value(value, memory or _Memory())  # type: ignore[attr-defined]
+        tensor.value = _Value(values, memory or _Memory())  # type: ignore[attr-defined]
 
 
 Make = Callable[[Any, torch.dtype, torch.device], Tensor]  # a fake tensor of a shape
@@ -173,19 +179,18 @@ def _is_kept(values: Tensor) -> bool:
 
 
 def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
+    if packet not in _FACTORIES:
+        return False
     if packet is aten.arange:
         return all(not isinstance(each, float) and abs(each) < _LARGEST // 8 for each in args)
-    count = 1
-    for size in args[0] if args and isinstance(args[0], (list, tuple)) else ():
-        count *= size
+    count = math.prod(args[0]) if isinstance(args[0], (list, tuple)) else 1
     dtype = kwargs.get("dtype")
     whole = packet is aten.full and isinstance(args[1], int) if dtype is None else not dtype.is_floating_point
     return count * 8 <= (_LARGEST if whole else _LARGEST_FLOATS)
 
 
 def _known_among(args: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(args)
-    return [each for each in leaves if isinstance(each, FakeTensor) and of(each) is not None]
+    return [each for each in _tensors(args) if isinstance(each, FakeTensor) and of(each) is not None]
 
 
 def _written(func: Any, args: Any) -> list[Any]:
@@ -193,7 +198,7 @@ def _written(func: Any, args: Any) -> list[Any]:
     found: list[Any] = []
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+            found += _tensors(given)
     return found
 
 
