@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_npu.base import files
 from tests.support import layout_words
-from tests.support.layout_words import EP2, EXPERTS, PP2, RECOMPUTE, SEQUENCE, SHARED, TP2
+from tests.support.layout_words import EP2, EXPERTS, FREE_EXPERTS, PP2, RECOMPUTE, SEQUENCE, SHARED, TP2
 
 ROOT = Path(__file__).resolve().parents[1]
 _CHECKOUTS = ROOT / "checkouts"
@@ -38,6 +38,8 @@ SIZES = (
 )
 _LLAMA = f"{layout_words.LLAMA} 4 --attention-dropout 0 --hidden-dropout 0"
 _EXPERTS = f"{_LLAMA} {EXPERTS} --moe-grouped-gemm"
+_FREE = f"{_LLAMA} {FREE_EXPERTS} --moe-grouped-gemm {EP2}"  # without a capacity
+_UNEVEN = "--expert-imbalance 1.5"  # of the plan
 LAYOUTS: dict[str, tuple[str, int, str]] = {  # program, devices, words; no program: the driver, 0.16.1
     "gpt": ("", 1, "--bf16"),
     "gpt-tp2": ("", 2, f"--bf16 {TP2}"),
@@ -47,8 +49,14 @@ LAYOUTS: dict[str, tuple[str, int, str]] = {  # program, devices, words; no prog
     "llama-pp2": ("", 2, f"{_LLAMA} {PP2}"),
     "llama-dp2-distributed": ("", 2, f"{_LLAMA} {SHARED}"),
     "experts-ep2": ("", 2, f"{_EXPERTS} {EP2}"),
+    "experts-ep2-free": ("", 2, _FREE),
+    "experts-ep2-uneven": ("", 2, f"{_FREE} {_UNEVEN}"),
+    "experts-ep2-allgather": ("", 2, _FREE.replace("alltoall", "allgather")),
+    "megatron_core-0.17.1/experts-ep2-uneven": ("megatron_core-0.17.1", 2, f"{_FREE} {_UNEVEN}"),
+    "megatron_core-0.18.2/experts-ep2-uneven": ("megatron_core-0.18.2", 2, f"{_FREE} {_UNEVEN}"),
     "megatron_core-0.19.2/llama": ("megatron_core-0.19.2", 1, _LLAMA),
     "megatron_core-0.19.2/experts": ("megatron_core-0.19.2", 1, _EXPERTS),
+    "megatron_core-0.19.2/experts-ep2-uneven": ("megatron_core-0.19.2", 2, f"{_FREE} {_UNEVEN}"),
     "core_v0.16.1/gpt": ("core_v0.16.1", 1, "--bf16"),
     "core_v0.16.1/llama-tp2-sp": ("core_v0.16.1", 2, f"{_LLAMA} {SEQUENCE}"),
     "core_v0.19.0/llama": ("core_v0.19.0", 1, _LLAMA),
@@ -74,7 +82,11 @@ def planned(program: str, devices: int, words: list[str], device: str, folder: P
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, listed))
     report, timeline = folder / f"{device}.json", folder / f"{device}.pickle"
     command = [sys.executable, "-m", "megatron_npu", "plan", "--devices", str(devices), "--device", device]
-    command += ["--json", str(report), "--timeline", str(timeline), "--", *start, *words]
+    command += ["--json", str(report), "--timeline", str(timeline)]
+    if _UNEVEN in " ".join(words):
+        words = " ".join(words).replace(_UNEVEN, "").split()
+        command += _UNEVEN.split()
+    command += ["--", *start, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

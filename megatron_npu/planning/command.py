@@ -159,12 +159,11 @@ def require_covered(job: Job, device: str) -> None:
             "--device cuda does not support train; only pretrain and stock scripts can be planned for CUDA",
             remedy="Use --device npu.",
         )
-    if device == "cuda" and job.routes_freely:
+    if device == "cuda" and job.routes_freely and job.family != "megatron_core":
         raise UsageError(
-            "--device cuda requires experts with a padded capacity, because fake tensors hold no values "
-            "from which the tokens of each expert could be counted",
-            remedy="Add --moe-pad-expert-input-to-capacity after --, or use --device npu, where "
-            "--expert-imbalance sets the token counts.",
+            f"--device cuda does not support the experts of {job.family}, whose token counts are not known "
+            "before they are computed",
+            remedy="Use --device npu.",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -62,9 +63,12 @@ def test_a_router_chooses_as_said_but_where_its_capacity_is_padded(monkeypatch: 
 
 def test_what_fake_tensors_do_not_cover_is_refused() -> None:
     words = "--num-experts 4 --micro-batch-size 1".split()
-    with pytest.raises(UsageError, match="--device cuda requires experts with a padded capacity"):
-        command.require_covered(Job.of(2, ["pretrain", *words]), "cuda")
-    command.require_covered(Job.of(2, ["pretrain", *words]), "npu")
+    free = Job.of(2, ["pretrain", *words])
+    command.require_covered(free, "cuda")
+    old = replace(free, family="megatron_lm")
+    with pytest.raises(UsageError, match="--device cuda does not support the experts of megatron_lm"):
+        command.require_covered(old, "cuda")
+    command.require_covered(old, "npu")
     padded = [*words, "--moe-pad-expert-input-to-capacity"]
     command.require_covered(Job.of(2, ["pretrain", *padded]), "cuda")
     with pytest.raises(UsageError, match="--device cuda does not support train"):

@@ -4,7 +4,7 @@ Tensors are torch's fake tensors: each operation returns the shape, dtype, strid
 return, without values; mixed devices, or shapes or dtypes that do not match, raise an error as on a GPU.
 Communication uses torch's fake process group, so one process can represent any rank of any layout.
 
-Every value that a program reads (``item``) is 0: no loss, no gradient, no overflow (``_answer``).
+A value that a program reads (``item``) is 0 unless it is known (see ``values``): no loss, no overflow.
 ``library.load`` must be called before torch is imported.
 """
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -26,11 +25,13 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_npu.devices import cpu_cuda_api
 from megatron_npu.devices.cpu import CpuDevice
 from megatron_npu.devices.cuda_types import tensor_types
 from megatron_npu.planning import alone
+from megatron_npu.planning.fake_cuda import values
 
 
 class Tensors(FakeTensorMode):
@@ -56,135 +57,48 @@ class Tensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            self._tell(func, _known(args[0]) is None)
-            return _answer(args[0])
+            return self._item(func, args[0])
         if func is torch.ops.aten.equal.default:
-            self._tell(func, True)
-            return True
-        result = super().dispatch(func, types, args, kwargs or {})
-        _keep_value(func, args, result, self.received)
+            return self._equal(func, *args)
+        kwargs = kwargs or {}
+        found = values.computed(func, args, kwargs)
+        result = self._result(func, types, args, kwargs, found)
+        if getattr(func, "namespace", "") == "c10d":
+            values.communicated(func.overloadpacket, args, self.received)
+        else:
+            values.note(func, args, result, found)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if isinstance(first, Tensor) and first.device.type == "cuda":
             self.operations[str(func)] += 1
         return result
 
+    def _item(self, func: Any, tensor: Tensor) -> bool | int | float:
+        known = values.of(tensor)
+        self._tell(func, known is None)
+        return _zero(tensor.dtype) if known is None else known.item()
+
+    def _equal(self, func: Any, first: Tensor, second: Tensor) -> bool:
+        pair = [values.of(first), values.of(second)]
+        known = [each for each in pair if each is not None]
+        self._tell(func, len(known) < 2)
+        return len(known) < 2 or torch.equal(*known)
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any, found: Any) -> Any:
+        result = values.of_known_shape(func, args, found, self._empty)
+        if result is not None:
+            return result
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], values.positions(args[1], self._empty))
+        return super().dispatch(func, types, args, kwargs)
+
+    def _empty(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        empty = torch.ops.aten.empty.memory_format
+        made = super().dispatch(empty, (), (list(shape),), {"dtype": dtype, "device": device})
+        return cast(Tensor, made)
+
     def _tell(self, func: Any, unknown: bool) -> None:
         if unknown and self.asked is not None:
             self.asked(str(func))
-
-
-_ARITHMETIC = {
-    torch.ops.aten.gt: operator.gt,
-    torch.ops.aten.mul: operator.mul,
-}
-
-
-def _keep_value(func: Any, args: Any, result: Any, received: dict[int, list[int]]) -> None:
-    """Record the value that all elements of a tensor are known to have, until the tensor is modified.
-
-    The number of tokens per expert is such a value if experts have a capacity. Tensors received from another
-    rank have a list of values if the caller has provided the list.
-    """
-    packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
-    if packet is torch.ops.c10d.broadcast_:
-        _note_received(args[0], received)
-    elif packet in _VALUES:
-        _VALUES[packet](args, result)
-    elif packet in _ARITHMETIC:
-        _compute(_ARITHMETIC[packet], args, result)
-    elif packet is not func and func._schema.is_mutable:
-        for tensor in args:
-            if hasattr(tensor, "value"):
-                del tensor.value
-
-
-def _note_received(tensors: list[Any], received: dict[int, list[int]]) -> None:
-    for tensor in tensors:
-        tensor.value = received.get(tensor.numel(), 0) if tensor.dtype is torch.int64 else 0
-
-
-def _compute(operation: Callable[[Any, Any], Any], args: Any, result: Any) -> None:
-    """Record the result of arithmetic on known values.
-
-    285068c8 computes with the sizes that it receives.
-    """
-    numbers = [_known(each) if isinstance(each, Tensor) else each for each in args[:2]]
-    if not any(number is None or isinstance(number, list) for number in numbers):
-        result.value = operation(*numbers)
-
-
-def _fill(args: Any, result: Any) -> None:
-    result.value = args[1]
-
-
-def _affirm(args: Any, result: Any) -> None:
-    result.value = True
-
-
-def _add_over_ranks(args: Any, result: Any) -> None:
-    """Multiply a known value by the number of ranks, because every rank contributes the same value."""
-    size = dist.ProcessGroup.unbox(args[1]).size()
-    for tensor in args[0]:
-        if hasattr(tensor, "value"):
-            tensor.value *= size
-
-
-def _hand_on(args: Any, result: Any) -> None:
-    value = _known(args[0])
-    if value is not None:
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            tensor.value = value
-
-
-def _select(args: Any, result: Any) -> None:
-    values = _known(args[0])
-    if isinstance(values, list):
-        result.value = values[args[2]]
-    else:
-        _hand_on(args, result)
-
-
-def _unbind(args: Any, result: Any) -> None:
-    values = _known(args[0])
-    if not isinstance(values, list):
-        return _hand_on(args, result)
-    for tensor, value in zip(result, values, strict=True):
-        tensor.value = value
-
-
-# What notes the values of an operation's result, by the operation.
-_VALUES: dict[Any, Callable[[Any, Any], None]] = {
-    torch.ops.aten.full: _fill,
-    torch.ops.aten.all: _affirm,
-    torch.ops.c10d.allreduce_: _add_over_ranks,
-    torch.ops.aten.select: _select,
-    torch.ops.aten.unbind: _unbind,
-    torch.ops.prims.device_put: _hand_on,
-    **{
-        getattr(torch.ops.aten, name): _hand_on
-        for name in ("view", "detach", "alias", "_to_copy", "clone", "to")
-    },
-}
-
-
-def _known(tensor: Tensor) -> Any:
-    """Return the known value of all elements, or a list of values for a vector.
-
-    Return None for unknown values.
-    """
-    constant = getattr(tensor, "constant", None)
-    if constant is not None and constant.numel() == 1:
-        return constant.item()
-    return getattr(tensor, "value", None)
-
-
-def _answer(tensor: Tensor) -> bool | int | float:
-    """Return the result of ``item`` for a tensor, if its value is known.
-
-    An unknown value is zero in the tensor's dtype.
-    """
-    known = _known(tensor)
-    return _zero(tensor.dtype) if known is None else known
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:
@@ -206,6 +120,18 @@ def _convert(
                     converted = fn(tensor)
                     tensor.data, tensor.fake_device = converted, converted.device  # type: ignore[attr-defined]
     return module
+
+
+_to_array = torch.Tensor.numpy
+
+
+def _numpy(self: Tensor, *, force: bool = False) -> Any:
+    """Return the known values of a fake tensor as an array, and any other tensor's values as torch does."""
+    known = values.of(self)
+    if known is None:
+        return _to_array(self, force=force)
+    with _disable_current_modes():
+        return _to_array(known.clone())
 
 
 @contextlib.contextmanager
@@ -268,6 +194,7 @@ def _namespace() -> Iterator[tuple[Any, str, Any]]:
     make = torch.tensor
     yield torch, "tensor", lambda data, pin_memory=False, **options: make(data, **options)
     yield torch.Tensor, "pin_memory", lambda self, device=None: self
+    yield torch.Tensor, "numpy", _numpy
     yield torch.Tensor, "is_pinned", lambda self, device=None: False
     yield torch.Tensor, "record_stream", lambda self, stream: None
     yield torch.nn.Module, "_apply", _convert

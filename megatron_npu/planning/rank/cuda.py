@@ -30,9 +30,9 @@ from megatron_npu.commands import cli
 from megatron_npu.ops import triton
 from megatron_npu.ops.attention import packed_mask
 from megatron_npu.planning import timeline
-from megatron_npu.planning.fake_cuda import machine
+from megatron_npu.planning.fake_cuda import machine, values
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
-from megatron_npu.planning.rank import before_training, notes, peers
+from megatron_npu.planning.rank import before_training, notes, peers, routing
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 
 _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
@@ -64,6 +64,7 @@ def main(path: str) -> int:
             machine.running(rank, ranks, _TOLD) as tensors,
             notes.taken("cuda", lambda: allocator.peak, address=_address(tensors)) as noted,
             before_training.stopping() if specification.get("check") else contextlib.nullcontext(),
+            routing.chosen(specification["imbalance"], report, values.fake),
         ):
             tensors.asked = functools.partial(_note_asked, noted)
             if specification.get("snapshot"):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import _disable_current_modes
 
 _ROUTER = "TopKRouter"
 
@@ -71,11 +72,17 @@ def _choose(into: torch.Tensor, counts: torch.Tensor) -> None:
         into[rows, (starts[rows] + number) % experts] = True
 
 
-@contextlib.contextmanager
-def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
-    """Replace the choices of routers that do not pad experts to a capacity.
+Place = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
-    Add the largest multiple to ``report``.
+
+@contextlib.contextmanager
+def chosen(multiple: float, report: dict[str, Any], place: Place = torch.Tensor.to) -> Iterator[None]:
+    """Replace the choices of routers without padded capacity.
+
+    Args:
+        multiple: the tokens of this rank's experts, as a multiple of an even share.
+        report: the largest multiple is added here.
+        place: copies a routing map to a device.
     """
     kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -92,9 +99,10 @@ def chosen(multiple: float, report: dict[str, Any]) -> Iterator[None]:
         report["routing_most"] = routing.most
         key = (routing, found.size(0), found.device)
         if key not in kept:
-            kept[key] = routing.map(found.size(0), multiple)
+            with _disable_current_modes():  # fake tensors hold no values
+                kept[key] = routing.map(found.size(0), multiple)
         # not in place: what is written over a router's own map would be asked for by autograd
-        return scores, kept[key].to(found.device)
+        return scores, place(kept[key], found.device)
 
     handle = modules.register_module_forward_hook(routed)
     try:
