@@ -7,9 +7,11 @@ do not need this command; 0.4.13 does not read them.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
+from typing import Any
 
 from megatron_npu import plugin
 from megatron_npu.base.arg_parser import Parser
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Run lm-eval and return its exit code.
 
     Raises:
-        UsageError: lm-eval is not installed.
+        UsageError: lm-eval is not installed, or another user can write to code that it would execute.
     """
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])
@@ -48,9 +50,10 @@ def main(argv: list[str]) -> int:
             "lm-eval 0.4.13 or later is required, but it is not installed. Install it: pip install lm-eval"
         )
     asked = lm_eval_files.given(argv)
+    lm_eval_files.require_own_code(asked)
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:
-        lm_eval_files.require(asked)
+        lm_eval_files.require_place(asked)
     since = time.time() - _CLOCKS
     plugin.install()  # for --model megatron_lm, which imports Megatron itself
     import lm_eval.models  # noqa: F401  # fills the registry
@@ -61,6 +64,7 @@ def main(argv: list[str]) -> int:
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=TARGET)
     sys.argv = ["lm_eval", *argv]
+    _guard_metrics()
     with whole_results.writing_whole(evaluation_tracker) as lost:
         code = cli_evaluate() or 0
     if not lost and not code and is_first and asked.output_path is not None:
@@ -68,3 +72,19 @@ def main(argv: list[str]) -> int:
     for line in lost:
         print(f"megatron-npu evaluate: error: {line}", file=sys.stderr)
     return code or (1 if lost else 0)
+
+
+def _guard_metrics() -> None:
+    """Let ``evaluate.load``, which lm-eval calls for metrics not its own, check what it would run."""
+    try:
+        import evaluate
+    except ImportError:  # lm-eval says so where it needs it
+        return
+    load = evaluate.load
+
+    @functools.wraps(load)
+    def checked(path: str, *arguments: Any, **options: Any) -> Any:
+        lm_eval_files.require_own_metric(path)
+        return load(path, *arguments, **options)
+
+    evaluate.load = checked
