@@ -58,7 +58,7 @@ def verdicts(room: rooms.Room, args: argparse.Namespace) -> Iterator[Verdict]:
         module, function = PLACES[name]
         tries = getattr(importlib.import_module(f"tests.campaign.accounts.{module}"), function)(room)
         chosen = (each for each in tries if (args.word or "") in each.what)
-        for each in itertools.islice(chosen, args.first):
+        for each in itertools.islice(chosen, args.skip, args.first and args.skip + args.first):
             yield trials.made(room, each) if isinstance(each, Try) else each
 
 
@@ -80,6 +80,10 @@ def main() -> int:
     )
     parser.add_argument("--only", help=f"places, with commas: {', '.join(PLACES)}")
     parser.add_argument("--first", type=int, help="only so many trials of each place")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="without so many trials of each place before them"
+    )
+    parser.add_argument("--folder", type=Path, help="for all files, which stay there for the next call")
     parser.add_argument("--json", type=Path, help="append a line for each trial to this file")
     parser.add_argument("--word", help="only trials whose description contains this word")
     args = parser.parse_args()
@@ -88,13 +92,15 @@ def main() -> int:
     rooms.separate()
     for name in _SHARED:
         importlib.import_module(name)
-    folder = Path(tempfile.mkdtemp(prefix="accounts-"))  # forks must not remove it at their end
+    # not a TemporaryDirectory, which forks would remove at their end
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="accounts-"))
     room = rooms.Room(folder)
     try:
         found = [_told(each, args.json) for each in verdicts(room, args)]
     finally:
         room.sweep()
-        shutil.rmtree(folder, ignore_errors=True)
+        if not args.folder:
+            shutil.rmtree(folder, ignore_errors=True)
     faults = sum(each.verdict in FAULTS for each in found)
     print(f"{table(found)}\n\n{len(found)} trials, {faults or 'no'} faults")
     return 1 if faults else 0

@@ -32,9 +32,8 @@ def tries(room: Room) -> Iterator[Try]:
         yield Try(_PLACE, f"lambada: {name}", words, limit=120, starts=False)
     for name, content in RUN_FILES.items():
         path = _written(room, f"run file {name}", "run.yaml", content)
-        for command in ("pretrain", "train"):
-            words = [command, "--config", str(path)]
-            yield Try(_PLACE, f"{command} --config: {name}", words, limit=60, starts=False)
+        words = ["pretrain", "--config", str(path)]
+        yield Try(_PLACE, f"pretrain --config: {name}", words, limit=60, starts=False)
     for name, make in FOLDERS.items():
         folder = room.place(f"dataset {name}")
         make(folder, room.mark(name))

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import tiny
@@ -30,9 +31,10 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.user = _FIRST + 2 * (os.getpid() % 2000)
-        self.stranger = self.user + 1
         self.home, self.temporary = folder / "home", folder / "tmp"
+        is_known = self.home.exists()  # of an earlier call
+        self.user = self.home.stat().st_uid if is_known else _FIRST + 2 * (os.getpid() % 2000)
+        self.stranger = self.user + 1
         self.evil, self.marks = folder / "evil", folder / "marks"
         folder.chmod(0o755)
         for path, owner in ((self.home, self.user), (self.temporary, self.user), (self.evil, self.stranger)):
@@ -55,9 +57,9 @@ class Room:
             "MEGATRON_NPU_DEVICE": "cpu",
         }
 
-    def become(self, account: int) -> None:
+    def become(self, account: int, groups: Sequence[int] = ()) -> None:
         """Make this process one of an account. Its files in /proc stay readable for the superuser."""
-        os.setgroups([])
+        os.setgroups(groups)
         os.setgid(account)
         os.setuid(account)
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)

@@ -24,6 +24,8 @@ class Samples:
     def dataset(self) -> Path:
         """The prefix of a dataset."""
         folder = self.room.folder / "data"
+        if folder.exists():
+            return folder / "text"
         folder.mkdir()
         tiny.write_dataset(folder / "text", documents=40)
         self.room.give(folder, self.room.user)
@@ -33,6 +35,8 @@ class Samples:
     def checkpoint(self) -> Path:
         """A checkpoint after two iterations."""
         path = self.room.temporary / "checkpoint"
+        if path.exists():
+            return path
         words = [*self.pretrain(), "--train-iters", "2", "--save", str(path)]
         made = trials.made(self.room, Try("setup", "a checkpoint", words, DONE, limit=400))
         if made.verdict != "done":

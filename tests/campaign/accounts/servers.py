@@ -103,7 +103,7 @@ class Server:
             code: int | None = self.process.wait(60 * trials.slowness())
         except subprocess.TimeoutExpired:
             code = None
-        left = trials._left(self.room)
+        left = trials.left(self.room)
         told = self.told()
         faults = {"hung": code is None, "orphan": bool(left), "traceback": "Traceback" in told}
         verdict = next((name for name, there in faults.items() if there), "done")

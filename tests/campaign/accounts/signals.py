@@ -56,7 +56,7 @@ def jobs(samples: Samples) -> dict[str, Job]:
     """Return the commands."""
     room, made = samples.room, samples.room.temporary
     big = samples.written("big.jsonl", '{"text":"1 2 3 4 5 6 7 8 9 10 11 12"}\n' * 400_000)
-    lots = samples.written("lots.jsonl", '{"text":"1 2 3 4 5 6"}\n' * 3000)
+    lots = samples.written("lots.jsonl", '{"text":"1 2 3 4 5 6"}\n' * 300_000)
     large = _large(samples)
     prefix, results, folder = made / "of signals", made / "of signals.jsonl", made / "of signals hf"
     written = tuple(Path(f"{prefix}_text_document.{end}") for end in ("bin", "idx"))
@@ -94,7 +94,7 @@ def _has_computed(room: Room, seconds: float) -> Callable[[psutil.Process], bool
 def _harmed(room: Room, name: str, job: Job, number: signal.Signals, pause: float) -> Verdict:
     """Send a signal to a command in the middle of its work."""
     _remove(job)
-    pid = trials._started(room, Try(_PLACE, name, job.words))
+    pid = trials.started(room, Try(_PLACE, name, job.words))
     process = psutil.Process(pid)
     is_busy = _until_busy(process, job)
     time.sleep(pause)
@@ -102,8 +102,8 @@ def _harmed(room: Room, name: str, job: Job, number: signal.Signals, pause: floa
     with contextlib.suppress(OSError):
         os.kill(pid, number)
     began = time.monotonic()
-    code, is_hung = trials._ended(pid, 60)
-    left = trials._left(room)
+    code, is_hung = trials.ended(pid, 60)
+    left = trials.left(room)
     told = (room.folder / "err.txt").read_text(errors="replace")
     room.sweep()
     ended = Ended(code, "", told, is_hung, bool(left))

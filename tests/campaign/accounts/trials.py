@@ -37,6 +37,8 @@ class Try:
         program: what is started in place of ``megatron-npu``.
         limit: seconds after which it counts as hung, on a machine with a core for each process.
         standard_input: a file.
+        account: whose the command is; None: the user.
+        groups: of the command.
     """
 
     place: str
@@ -51,6 +53,8 @@ class Try:
     program: tuple[str, ...] = ()
     limit: float = 150.0
     standard_input: Path | None = None
+    account: int | None = None
+    groups: tuple[int, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -68,13 +72,13 @@ def made(room: Room, given: Try) -> Verdict:
     """Make a trial."""
     room.marked()
     began = time.monotonic()
-    code, is_hung = _ended(_started(room, given), given.limit)
-    left = _left(room)
+    code, is_hung = ended(started(room, given), given.limit)
+    remaining = left(room)
     said, told = ((room.folder / name).read_text(errors="replace") for name in ("out.txt", "err.txt"))
     room.sweep()
-    ended = Ended(code, said, told, is_hung, bool(left))
-    verdict = verdict_on(ended, given.expected, room.marked())
-    text = (told.strip() or said.strip())[-_TOLD:] + (f" left: {left}" if left else "")
+    end = Ended(code, said, told, is_hung, bool(remaining))
+    verdict = verdict_on(end, given.expected, room.marked())
+    text = (told.strip() or said.strip())[-_TOLD:] + (f" left: {remaining}" if remaining else "")
     return Verdict(given.place, given.what, verdict, code, round(time.monotonic() - began, 1), text)
 
 
@@ -88,20 +92,20 @@ class Ended(NamedTuple):
     has_left: bool = False
 
 
-def verdict_on(ended: Ended, expected: str, marks: list[str]) -> str:
+def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
     """Return the verdict on a command that has ended."""
     faults = {
         "executed": bool(marks),
-        "hung": ended.is_hung,
-        "traceback": "Traceback (most recent" in ended.said + ended.told,
-        "orphan": ended.has_left,
-        "crash": ended.code is None or ended.code < 0,
-        "silent": ended.code == 0 and expected == REFUSED and not _warns(ended.said + ended.told),
-        "denied": ended.code != 0 and expected == DONE,
-        "unnamed": ended.code not in (0, None) and not _names(ended.told),
+        "hung": end.is_hung,
+        "traceback": "Traceback (most recent" in end.said + end.told,
+        "orphan": end.has_left,
+        "crash": end.code is None or end.code < 0,
+        "silent": end.code == 0 and expected == REFUSED and not _warns(end.said + end.told),
+        "denied": end.code != 0 and expected == DONE,
+        "unnamed": end.code not in (0, None) and not _names(end.told),
     }
     found = next((name for name, there in faults.items() if there), "")
-    return found or ("refused" if ended.code else "done")
+    return found or ("refused" if end.code else "done")
 
 
 def _warns(text: str) -> bool:
@@ -113,7 +117,7 @@ def _names(told: str) -> bool:
     return any("error" in line or line.startswith("megatron") for line in told.splitlines())
 
 
-def _started(room: Room, given: Try) -> int:
+def started(room: Room, given: Try) -> int:
     """Start the command as the user; return its process."""
     for name in ("out.txt", "err.txt"):
         (room.folder / name).unlink(missing_ok=True)
@@ -140,7 +144,7 @@ def _be(room: Room, given: Try) -> None:
         given.prepare()
     merged = {**room.environment(), **given.variables}
     variables = {name: value for name, value in merged.items() if value is not None}
-    room.become(room.user)
+    room.become(room.user if given.account is None else given.account, given.groups)
     for number in given.closed:
         os.close(number)
     if given.starts:
@@ -180,7 +184,7 @@ def _run_here(words: list[str], variables: dict[str, str]) -> None:
     os._exit(code if isinstance(code, int) else 0)
 
 
-def _ended(pid: int, limit: float) -> tuple[int | None, bool]:
+def ended(pid: int, limit: float) -> tuple[int | None, bool]:
     """Wait for a process; return its exit code, and whether it had to be killed."""
     began = time.monotonic()
     while True:
@@ -200,9 +204,9 @@ def slowness() -> float:
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def _left(room: Room) -> dict[int, str]:
+def left(room: Room) -> dict[int, str]:
     """Return the processes that do not end behind the command."""
     began = time.monotonic()
-    while (left := room.processes()) and time.monotonic() - began < _SETTLING:
+    while (found := room.processes()) and time.monotonic() - began < _SETTLING:
         time.sleep(0.05)
-    return left
+    return found
