@@ -47,6 +47,7 @@ def hostile(room: Room) -> Path:
     """Make a folder in which every module, program and settings file leaves a mark."""
     folder = room.evil / "working"
     mark = room.mark("working directory")
+    shutil.rmtree(folder, ignore_errors=True)
     strangers.hostile(folder, mark)
     for name in _PROGRAMS.split():
         (folder / name).write_text(f"#!/bin/sh\n: > '{mark}'\nexit 1\n")

@@ -102,7 +102,7 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
         "crash": end.code is None or end.code < 0,
         "silent": end.code == 0 and expected == REFUSED and not _warns(end.said + end.told),
         "denied": end.code != 0 and expected == DONE,
-        "unnamed": end.code not in (0, None) and not _names(end.told),
+        "unnamed": end.code not in (0, None) and not _names(end.told + end.said),
     }
     found = next((name for name, there in faults.items() if there), "")
     return found or ("refused" if end.code else "done")
@@ -113,8 +113,9 @@ def _warns(text: str) -> bool:
 
 
 def _names(told: str) -> bool:
-    """Return whether a line names the error."""
-    return any("error" in line or line.startswith("megatron") for line in told.splitlines())
+    """Return whether a line names the error, or a report the damage."""
+    words = ("error", "missing", "damaged", "differs", "must", "no checksums", "megatron")
+    return any(word in line for line in told.splitlines() for word in words)
 
 
 def started(room: Room, given: Try) -> int:
