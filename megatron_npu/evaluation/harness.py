@@ -18,6 +18,7 @@ from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.evaluation import lm_eval_files, whole_results
+from megatron_npu.process import python_child
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
 TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
         model_registry.register(MODEL, target=TARGET)
     sys.argv = ["lm_eval", *argv]
     _guard_metrics()
+    _guard_children()
     with whole_results.writing_whole(evaluation_tracker) as lost:
         code = cli_evaluate() or 0
     if not lost and not code and is_first and asked.output_path is not None:
@@ -88,3 +90,12 @@ def _guard_metrics() -> None:
         return load(path, *arguments, **options)
 
     evaluate.load = checked
+
+
+def _guard_children() -> None:
+    """Let the Python programs that lm-eval starts ignore modules in the working directory.
+
+    To describe the machine, it runs ``python -m pip``, which prefers modules in the working directory.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"  # since Python 3.11
+    os.environ["PYTHONPATH"] = python_child.search_path()

@@ -35,7 +35,7 @@ def _locked(samples: Samples) -> Iterator[Verdict]:
     folder.chmod(0o2775)
     words = [*samples.pretrain(), "--save", str(folder / "run")]
     first = Try(
-        _PLACE, "lock: the run that has it", [*words, *_LONG, "--save-interval", "20"], groups=(group,)
+        _PLACE, "lock: the run that has it", [*words, *_LONG, "--save-interval", "100000"], groups=(group,)
     )
     pid = trials.started(room, first)
     log = room.folder / "out.txt"

@@ -16,6 +16,7 @@ from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.evaluation import harness, lm_eval_files, whole_results
+from tests.support import processes
 
 
 @pytest.fixture
@@ -156,6 +157,19 @@ def test_a_metric_of_the_working_directory_that_others_can_write_is_refused(lm_e
     Path("rouge/rouge.py").chmod(0o644)
     sys.modules["evaluate"].load("rouge")
     assert loaded == ["rouge", "rouge"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the case: Python 3.10 has no safe path")
+@pytest.mark.parametrize("path", [None, ":", "/nowhere:"])
+def test_what_lm_eval_starts_runs_no_module_of_the_working_directory(path, lm_eval, tmp_path, monkeypatch):
+    """lm-eval describes the machine with ``python -m pip``, which ran ``pip.py`` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", path) if path else monkeypatch.delenv("PYTHONPATH", raising=False)
+    Path("platform.py").write_text("open('mark', 'w')\n")
+    lm_eval(lambda: processes.run([sys.executable, "-m", "platform"], capture_output=True).returncode)
+    assert cli.main(["evaluate", "--model", "dummy", "--tasks", "other"]) == 0
+    assert not Path("mark").exists()
 
 
 _TRACKER = """
