@@ -49,7 +49,7 @@ def tries(room: Room) -> Iterator[Try | Verdict]:
         return
     samples = Samples(room)
     own = room.folder / "tasks"
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     _write_task(samples, own / "mine.yaml")
     room.give(own, room.user)
     words = evaluate(samples, "mine", "--include_path", str(own))
@@ -105,13 +105,13 @@ def _hostile(samples: Samples) -> Path:
         f"import os\nos.close(os.open({str(mark)!r}, os.O_CREAT | os.O_WRONLY))\ndef run(docs): return docs\n"
     )
     for name in ("theirs", "list", "hellaswag"):
-        (folder / name).mkdir()
+        (folder / name).mkdir(exist_ok=True)
         _write_task(samples, folder / name / f"{name}.yaml", more="process_docs: !function evil.run")
         (folder / name / "evil.py").write_text(code)
-    (folder / "template").mkdir()
+    (folder / "template").mkdir(exist_ok=True)
     _write_task(samples, folder / "template" / "theirs.yaml", template=_ESCAPE.format(mark))
     for metric in ("rouge", "bleu", "squad_v2", "theirs_metric"):
-        (folder / metric).mkdir()
+        (folder / metric).mkdir(exist_ok=True)
         (folder / metric / f"{metric}.py").write_text(code)
     (folder / "cache_rank0.db").write_bytes(pickle.dumps(Runs(mark)))
     (folder / "requests.pickle").write_bytes(pickle.dumps(Runs(mark)))
@@ -136,7 +136,7 @@ def _words(folder: Path) -> dict[str, list[str]]:
 def _of_metrics(samples: Samples, own: Path, folder: Path) -> Iterator[Try]:
     for metric in ("rouge", "theirs_metric"):
         place = own.with_name(f"tasks {metric}")
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         _write_task(samples, place / "measured.yaml", metric=metric)
         samples.room.give(place, samples.room.user)
         words = evaluate(samples, "measured", "--include_path", str(place))

@@ -30,7 +30,7 @@ def _locked(samples: Samples) -> Iterator[Verdict]:
     """Start a run of the user in a folder of a group, then one of another account of the group."""
     room, group = samples.room, samples.room.stranger + 1
     folder = room.folder / "shared"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     os.chown(folder, room.user, group)
     folder.chmod(0o2775)
     words = [*samples.pretrain(), "--save", str(folder / "run")]
@@ -43,7 +43,7 @@ def _locked(samples: Samples) -> Iterator[Verdict]:
     kept = log.rename(room.folder / "first.txt")
     (room.folder / "err.txt").rename(room.folder / "first errors.txt")
     home = room.folder / "another home"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     os.chown(home, room.stranger, room.stranger)
     variables = {"HOME": str(home), "TMPDIR": str(home)}
     cache = ["--data-cache-path", str(home / "cache")]
@@ -87,6 +87,7 @@ def _changed(samples: Samples) -> Iterator[Verdict]:
     """Resume with another seed, split and dropout."""
     room = samples.room
     changes = ["--seed", "4321", "--split", "80,20,0", "--clip-grad", "0.5", "--train-iters", "3"]
+    changes.append("--override-opt_param-scheduler")
     words = [*samples.pretrain(), "--load", str(samples.checkpoint), *changes]
     yield _says(room, Try(_PLACE, "resume with changed flags", words, DONE), "changed since the checkpoint")
 
