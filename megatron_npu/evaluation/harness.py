@@ -86,7 +86,11 @@ def _guard_metrics() -> None:
 
     @functools.wraps(load)
     def checked(path: str, *arguments: Any, **options: Any) -> Any:
-        lm_eval_files.require_own_metric(path)
+        try:
+            lm_eval_files.require_own_metric(path)
+        except UsageError as error:  # lm-eval would only log it, and fail later
+            print(f"megatron-npu evaluate: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
         return load(path, *arguments, **options)
 
     evaluate.load = checked

@@ -31,8 +31,10 @@ def _locked(samples: Samples) -> Iterator[Verdict]:
     room, group = samples.room, samples.room.stranger + 1
     folder = room.folder / "shared"
     folder.mkdir(exist_ok=True)
-    os.chown(folder, room.user, group)
-    folder.chmod(0o2775)
+    (folder / "run").mkdir(exist_ok=True)
+    for path in (folder, folder / "run"):
+        os.chown(path, room.user, group)
+        path.chmod(0o2775)
     words = [*samples.pretrain(), "--save", str(folder / "run")]
     first = Try(
         _PLACE, "lock: the run that has it", [*words, *_LONG, "--save-interval", "100000"], groups=(group,)

@@ -77,7 +77,7 @@ def jobs(samples: Samples) -> dict[str, Job]:
 def _large(samples: Samples) -> Path:
     """Return a checkpoint of which the conversion takes a while."""
     path = samples.room.temporary / "large"
-    sizes = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --save".split()
+    sizes = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --save".split()
     made = trials.made(
         samples.room,
         Try("setup", "a large checkpoint", [*samples.pretrain(), *sizes, str(path)], DONE, limit=400),
