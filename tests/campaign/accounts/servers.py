@@ -79,18 +79,18 @@ class Server:
             got = f"<{type(error).__name__}>".encode()
         is_alive, told = _is_alive(self.port, self.path), self.told()[self._seen :]
         self._seen += len(told)
-        verdict = self._judged(got, told, is_alive)
+        verdict = self._judged(got, told, is_alive, request.ends)
         text = f"{got[:300].decode(errors='replace')} | {told[-600:]}"
         return Verdict(place, request.what, verdict, self.process.poll(), time.monotonic() - began, text)
 
-    def _judged(self, got: bytes, told: str, is_alive: bool) -> str:
+    def _judged(self, got: bytes, told: str, is_alive: bool, ends: bool) -> str:
         first = got.partition(b"\r\n")[0]
         faults = {
             "executed": bool(self.room.marked()),
             "traceback": "Traceback" in told or b" 500 " in first,
             "crash": self.process.poll() is not None,
             "hung": not is_alive or b"<TimeoutError>" in got,
-            "silent": not got,
+            "silent": not got and not ends,  # who hangs up may get no answer
         }
         found = next((name for name, there in faults.items() if there), "")
         return found or ("done" if b" 200 " in first else "refused")
