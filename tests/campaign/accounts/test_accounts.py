@@ -40,7 +40,7 @@ def test_each_fault_is_noticed(end: Ended, expected: str, marks: list[str], verd
 @pytest.mark.skipif(bool(rooms.reason_against()), reason=rooms.reason_against())
 def test_hostile_files_of_another_account_are_refused(tmp_path: Path) -> None:
     told = tmp_path / "trials.jsonl"
-    words = ["--only", "texts,models,datasets,outputs", "--first", "4", "--json", str(told)]
+    words = ["--only", "texts,models,datasets", "--first", "4", "--json", str(told)]
     done = processes.run(
         [sys.executable, "-P", "-m", "tests.campaign.accounts", *words],
         env=tiny.environment(),
@@ -49,6 +49,6 @@ def test_hostile_files_of_another_account_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in told.read_text().splitlines()]
-    assert len(rows) == 16
+    assert len(rows) == 12
     assert {row["verdict"] for row in rows} <= {"refused", "done"}
-    assert sum(row["verdict"] == "refused" for row in rows) > 12
+    assert sum(row["verdict"] == "refused" for row in rows) > 9
