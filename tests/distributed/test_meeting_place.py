@@ -152,7 +152,7 @@ FOREIGN: dict[str, tuple[bytes | Callable[[socket.socket], None] | None, str]] =
     "pongs": (_pong, "it accepts the connection, but does not answer"),
     "knows-no-sums": (
         functools.partial(_pong, then=bytes(8)),
-        r"answers b'.*' to a question of which .* \d+",
+        r"it answers b'.*' to a question of which the answer is \d+",
     ),
     "silent": (b"", "it accepts the connection, but does not answer"),
     "closes": (None, "it closes the connection"),
