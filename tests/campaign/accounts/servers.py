@@ -232,9 +232,9 @@ _RAW: dict[str, tuple[bytes, bool]] = {
     "two hosts": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil\r\n\r\n", False),
     "another method": (post(_ASKED, method="BREW"), False),
     "put": (post(_ASKED, method="PUT"), False),
-    "another origin": (post(_ASKED, head=b"Origin: http://evil.example\r\n"), False),
+    "another origin": (post(_ASKED, head=b"Origin: http://127.0.0.1:9\r\n"), False),
     "a form of another page": (
-        post(b'{"prompt":"1","a":"=1"}', head=b"Content-Type: text/plain\r\nOrigin: http://evil.example\r\n"),
+        post(b'{"prompt":"1","a":"=1"}', head=b"Content-Type: text/plain\r\nOrigin: http://127.0.0.1:9\r\n"),
         False,
     ),
     "noise": (os.urandom(2000) + b"\r\n\r\n", True),
