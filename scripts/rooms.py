@@ -144,7 +144,7 @@ ROOMS = (
     Room(
         "evaluation/",
         "`megatron-npu lambada`, `megatron-npu evaluate`: scores of a checkpoint, also with lm-eval",
-        "base watchdog devices options plugin data generation.sampling pretrain generation",
+        "base process watchdog devices options plugin data generation.sampling pretrain generation",
         ("torch",),
     ),
     Room(

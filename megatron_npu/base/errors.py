@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import unicodedata
 from collections.abc import Iterable
 
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
@@ -65,6 +66,23 @@ def either(names: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+_LONGEST = 10_000  # characters of a message
+_UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control characters, formats such as the direction of writing, line ends
+
+
+def printable(text: str) -> str:
+    """Return a text on which a terminal does not act: control characters as escapes, and not too long.
+
+    Messages quote files of others, which could clear the screen, or write what looks like a message.
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return "".join(
+        ascii(each)[1:-1] if unicodedata.category(each) in _UNSEEN and each not in "\n\t" else each
+        for each in text
+    )
+
+
 class UsageError(Exception):
     """Raised for invalid input, such as an option, a file, an environment variable or an installed package.
 
@@ -86,10 +104,10 @@ class UsageError(Exception):
     blames_caller = False
 
     def __init__(self, given: str, expected: str = "", remedy: str = "") -> None:
-        self.given, self.expected, self.remedy = given, expected, remedy
+        self.given, self.expected, self.remedy = (printable(str(each)) for each in (given, expected, remedy))
         problem = self.problem
         end = "" if problem.endswith(".") else "."  # a library's message may be a sentence already
-        super().__init__(f"{problem}{end} {remedy}" if remedy else problem)
+        super().__init__(f"{problem}{end} {self.remedy}" if remedy else problem)
 
     @property
     def problem(self) -> str:

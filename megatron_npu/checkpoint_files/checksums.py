@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,7 +220,8 @@ def _entries(folder: Path) -> tuple[Entries, list[str]]:
     away = disks.absent(folder)
     faults = [f"{name} is missing" for name in index.missing(folder) if name not in away]
     if not (folder / NAME).is_file():
-        return {}, faults
+        is_there = os.path.lexists(folder / NAME)  # a pipe, or a link into nowhere
+        return {}, [*faults, *([f"{NAME} is not a regular file"] if is_there else [])]
     try:
         return {name: entry for name, entry in _read(folder).items() if name not in away}, faults
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

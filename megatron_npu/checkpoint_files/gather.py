@@ -21,8 +21,8 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
         root: the folder in which to create a folder of the same name.
 
     Raises:
-        UsageError: the parts do not belong together, a file is missing or damaged, or the folder already
-            exists.
+        UsageError: the parts do not belong together, a file is missing or damaged, a link leads out of its
+            part, or the folder already exists.
     """
     place = root / parts[0].name
     if place.exists():
@@ -41,7 +41,7 @@ def join(parts: Sequence[Path], root: Path) -> tuple[Path, int]:
     with files.new_folder(place) as folder:
         for name, source in found.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, folder / name)
+            shutil.copyfile(source, folder / name)  # without its mode: a setuid file would become this user's
         if faults := checksums.damaged(folder):
             raise UsageError(
                 f"the part {parts[0].name} is damaged: {'; '.join(faults)}",
@@ -56,16 +56,26 @@ def _identity(part: Path) -> tuple[str, list[bytes]]:
     return part.name, [path.read_bytes() for path in paths if path.is_file()]
 
 
+def _require_inside(path: Path, part: Path) -> None:
+    """Check that a file is not a link by which an unrelated file would become a part of the checkpoint."""
+    if not path.resolve().is_relative_to(part.resolve()):
+        raise UsageError(
+            f"{path} is a link to {path.resolve()}, but every file of a part must be in its folder",
+            remedy="Copy the file there if it belongs to the checkpoint; otherwise remove the link.",
+        )
+
+
 def _files(parts: Sequence[Path]) -> dict[str, Path]:
     """Return the location of each file of the checkpoint.
 
     Raises:
-        UsageError: some files are in none of the parts.
+        UsageError: some files are in none of the parts, or a link leads out of its part.
     """
     found: dict[str, Path] = {}
     for part in parts:
         for path in sorted(part.rglob("*")):
             if path.is_file() and path.name != disks.NAME:
+                _require_inside(path, part)
                 found.setdefault(path.relative_to(part).as_posix(), path)
     away = {name: host for part in parts for name, host in disks.absent(part).items() if name not in found}
     for name in index.shards(parts[0]) - set(found):

@@ -7,15 +7,18 @@ do not need this command; 0.4.13 does not read them.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
+from typing import Any
 
 from megatron_npu import plugin
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.evaluation import lm_eval_files, whole_results
+from megatron_npu.process import python_child
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
 TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> int:
     """Run lm-eval, and return its exit code.
 
     Raises:
-        UsageError: lm-eval is not installed.
+        UsageError: lm-eval is not installed, or another user can write to code that it would execute.
     """
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])
@@ -48,9 +51,10 @@ def main(argv: list[str]) -> int:
             "lm-eval 0.4.13 or later is required, but it is not installed. Install it: pip install lm-eval"
         )
     asked = lm_eval_files.given(argv)
+    lm_eval_files.require_own_code(asked)
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:
-        lm_eval_files.require(asked)
+        lm_eval_files.require_place(asked)
     since = time.time() - _CLOCKS
     plugin.install()  # for --model megatron_lm, which imports Megatron itself
     import lm_eval.models  # noqa: F401  # fills the registry
@@ -61,6 +65,8 @@ def main(argv: list[str]) -> int:
     if MODEL not in model_registry:
         model_registry.register(MODEL, target=TARGET)
     sys.argv = ["lm_eval", *argv]
+    _guard_metrics()
+    _guard_children()
     with whole_results.writing_whole(evaluation_tracker) as lost:
         code = cli_evaluate() or 0
     if not lost and not code and is_first and asked.output_path is not None:
@@ -68,3 +74,32 @@ def main(argv: list[str]) -> int:
     for line in lost:
         print(f"megatron-npu evaluate: error: {line}", file=sys.stderr)
     return code or (1 if lost else 0)
+
+
+def _guard_metrics() -> None:
+    """Let ``evaluate.load``, which lm-eval calls for metrics not its own, check what it would run."""
+    try:
+        import evaluate
+    except ImportError:  # lm-eval says so where it needs it
+        return
+    load = evaluate.load
+
+    @functools.wraps(load)
+    def checked(path: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            lm_eval_files.require_own_metric(path)
+        except UsageError as error:  # lm-eval would only log it, and fail later
+            print(f"megatron-npu evaluate: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return load(path, *arguments, **options)
+
+    evaluate.load = checked
+
+
+def _guard_children() -> None:
+    """Let the Python programs that lm-eval starts ignore modules in the working directory.
+
+    To describe the machine, it runs ``python -m pip``, which prefers modules in the working directory.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"  # since Python 3.11
+    os.environ["PYTHONPATH"] = python_child.search_path()

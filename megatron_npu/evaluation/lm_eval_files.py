@@ -1,16 +1,21 @@
-"""Check that results of an lm-eval run can be written, and that no other user can change its caches.
+"""Check the files of an lm-eval run: results must be writable, and code safe from other users.
 
 The results are checked because lm-eval only warns if it cannot write them, and still ends with exit code 0.
-The caches are checked because they are pickles, which execute code when they are read.
+Caches are checked because they are pickles, which execute code when they are read; tasks because their YAML
+names functions (``!function``) and contains templates that can call anything; run files because they name
+caches and tasks; and metrics because they are scripts. lm-eval looks for tasks and metrics in the working
+directory.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
@@ -20,24 +25,55 @@ _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options for files in the command line of lm-eval."""
-    parser = argparse.ArgumentParser("lm_eval", add_help=False, allow_abbrev=False, exit_on_error=False)
+    """Return the file options in lm-eval's command line, and those in the run file that it names."""
+    parser = argparse.ArgumentParser("lm_eval", add_help=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
+    parser.add_argument("--config", "-C")
+    parser.add_argument("--include_path")
+    parser.add_argument("--tasks", "-t", nargs="+", default=[])
     try:
-        return parser.parse_known_args(argv)[0]
+        found = parser.parse_known_args(argv)[0]
     except argparse.ArgumentError:  # lm-eval says what is wrong with it
-        return argparse.Namespace(output_path=None, use_cache=None)
+        return argparse.Namespace(output_path=None, use_cache=None, config=None, include_path=None, tasks=[])
+    for name, value in _in_run_file(found.config).items():
+        if not getattr(found, name, True):
+            setattr(found, name, Path(str(value)) if name == "output_path" else value)
+    return found
 
 
-def require(asked: argparse.Namespace) -> None:
-    """Check the output and cache folders before an evaluation that may take hours.
+def _in_run_file(path: str | None) -> dict[str, Any]:
+    """Return the options in a run file; lm-eval says what is wrong with it."""
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_bytes()) if Path(path).is_file() else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    found = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str | list)}
+
+
+def require_own_code(asked: argparse.Namespace) -> None:
+    """Check the code that lm-eval would execute, on every rank.
 
     Raises:
-        UsageError: results cannot be written, or another user can write to a cache or owns it.
+        UsageError: another user can write to it or owns it.
     """
     for path in _caches(asked.use_cache):
-        _require_own(path)
+        _require_own(path, "cache", f"another --use_cache or {_CACHE_VARIABLE}")
+    for path in _code(asked):
+        _require_own(path, "run file" if path == _path(asked.config) else "task file", "a copy of it")
+
+
+def require_place(asked: argparse.Namespace) -> None:
+    """Check the output folder before an evaluation that may take hours.
+
+    Raises:
+        UsageError: results cannot be written.
+    """
     if asked.output_path is None:
         return
     place = _folder(asked.output_path).absolute()
@@ -87,10 +123,52 @@ def _caches(prefix: str | None) -> Iterator[Path]:
         yield from Path(place).glob("*.pickle")
 
 
-def _require_own(path: Path) -> None:
+def _code(asked: argparse.Namespace) -> Iterator[Path]:
+    """Yield the run file, and the files and folders of tasks that are not lm-eval's own."""
+    if asked.config is not None:
+        yield Path(asked.config)
+    included = asked.include_path if isinstance(asked.include_path, list) else [asked.include_path]
+    for folder in (Path(str(each)) for each in included if each is not None):
+        yield folder
+        yield from _task_files(folder)
+    tasks = [asked.tasks] if isinstance(asked.tasks, str) else asked.tasks
+    for name in (name for each in tasks for name in str(each).split(",")):
+        files_ = [Path(each) for each in glob.glob(name)] if name.endswith(".yaml") else [Path(name)]
+        for path in files_:
+            if path.is_file() or (path.is_dir() and any(path.glob("*.yaml"))):
+                folder = path if path.is_dir() else path.absolute().parent
+                yield path
+                yield folder
+                yield from _task_files(folder, nested=False)
+
+
+def _task_files(folder: Path, nested: bool = True) -> Iterator[Path]:
+    """Yield the files in a folder that lm-eval may load."""
+    for pattern in ("*.yaml", "*.yml", "*.py"):
+        yield from folder.rglob(pattern) if nested else folder.glob(pattern)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def require_own_metric(name: str) -> None:
+    """Check a metric that lm-eval is about to load with ``evaluate``, which prefers the working directory.
+
+    Raises:
+        UsageError: it is a script of another user.
+    """
+    path = Path(name)
+    for script in (path, path / f"{path.name}.py"):
+        if script.is_file():
+            _require_own(script.parent if script != path else script, "metric", "another working directory")
+            _require_own(script, "metric", "another working directory")
+
+
+def _require_own(path: Path, kind: str, instead: str) -> None:
     if wrong := files.others(path):
         raise UsageError(
-            f"the cache {path} {wrong}, but only this user may have write access to it, because "
-            "lm-eval executes the code in it. Remove the cache; or, if you know what it "
-            f"contains, run chmod go-w on it; or use another --use_cache or {_CACHE_VARIABLE}."
+            f"the {kind} {path} {wrong}, but only this user may have write access to it, because lm-eval "
+            f"executes the code in it. Remove the {kind}; or, if you know what it contains, run chmod go-w "
+            f"on it; or use {instead}."
         )

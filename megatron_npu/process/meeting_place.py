@@ -5,8 +5,8 @@ minutes, and logs only C++ messages. Here a line every 20 seconds states the add
 the reason and what to check; the wait is limited (``MEGATRON_NPU_RENDEZVOUS_TIMEOUT``), and short if the
 address cannot be right.
 
-torch's client waits without a limit for the answer of a program that accepts its connection. So a ping of
-torch's protocol is sent first, on a connection that has a limit.
+torch's client waits without a limit for the answer of a program that accepts its connection. So a ping and a
+sum in torch's protocol are sent first, on a connection that has a limit, and again while torch connects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,7 +34,10 @@ _LIMIT = 600.0  # seconds for the first machine to serve its store, and for the 
 _WRONG = 60.0  # seconds, if the address seems wrong; the name of a new pod may not resolve at once
 _PING = struct.Struct("=BIBI")  # of torch's TCPStore since 2.4: two queries, each with a number
 _VALIDATE, _MAGIC, _QUERY = 0, 0x3C85F7CE, 13
+_ADD, _DELETE = 4, 8  # queries with a key
 _FOREIGN = "the program there is not the run's store: "
+_STOPPED = "it no longer answers as the run's store: "
+_EXIT = 2  # of a rank
 
 
 class NoAnswerError(UsageError):
@@ -110,6 +114,38 @@ def require_no_other_program(place: Place, *, speaks: bool = True) -> None:
     _wait(place, refusal, speaks)
 
 
+@contextlib.contextmanager
+def watched(place: Place, code: int = _EXIT) -> Iterator[None]:
+    """End this process if the store stops answering inside the block.
+
+    torch's client may wait for an answer without a limit. It notices a store that is gone.
+
+    Args:
+        place: the address of the store.
+        code: the exit code.
+    """
+    is_over = threading.Event()
+    name = "megatron_npu store"
+    threading.Thread(target=_watch, args=(place, is_over, code), name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _watch(place: Place, is_over: threading.Event, code: int) -> None:
+    def refusal() -> str:
+        reason = "" if is_over.is_set() else _refusal(place.host, place.port)
+        return reason.replace(_FOREIGN, _STOPPED) if reason.startswith(_FOREIGN) else ""
+
+    while not is_over.wait(_SAY):
+        try:
+            _wait(place, refusal, speaks=False)
+        except NoAnswerError as error:
+            print(f"megatron_npu: error: {error}", file=sys.stderr, flush=True)
+            os._exit(code)
+
+
 def _wait(place: Place, refusal: Callable[[], str], speaks: bool) -> None:
     began = said = time.monotonic()
     attempts = 0
@@ -120,7 +156,7 @@ def _wait(place: Place, refusal: Callable[[], str], speaks: bool) -> None:
             return
         now = time.monotonic()
         hint, patience = _hint(place)
-        foreign = reason.startswith(_FOREIGN)
+        foreign = reason.startswith((_FOREIGN, _STOPPED))
         line, remedy = f"{place.who} cannot reach {place} ({reason}{hint})", _remedy(place, foreign)
         if now - began >= (_given() or (_WRONG if foreign else patience)):
             raise NoAnswerError(
@@ -200,23 +236,47 @@ def _refusal(host: str, port: int) -> str:
 
 
 def _fault_of_answer(connection: socket.socket) -> str:
-    """Send a ping to torch's store, and return what is wrong with the answer, or an empty string."""
+    """Ask questions of torch's store, and return what is wrong with the answers, or an empty string.
+
+    A ping alone is answered by programs that know no more of the protocol.
+    """
     number = os.getpid() & 0xFFFFFFFF
-    expected, got = struct.pack("=I", number), b""
     end = time.monotonic() + min(_ANSWER, _given() or _ANSWER)
+    pinged = _PING.pack(_VALIDATE, _MAGIC, _QUERY, number)
     try:
-        connection.sendall(_PING.pack(_VALIDATE, _MAGIC, _QUERY, number))
-        while len(got) < len(expected):
-            connection.settimeout(max(end - time.monotonic(), 0.001))
-            part = connection.recv(len(expected) - len(got))
-            if not part:
-                return f"{_FOREIGN}it closes the connection"
-            got += part
+        got = _answer(connection, pinged, 4, end)
+        if got != struct.pack("=I", number):
+            return f"{_FOREIGN}it answers {got!r} to a ping"
+        key = f"megatron_npu/ping/{socket.gethostname()}/{number}/{time.monotonic_ns()}".encode()
+        header = struct.pack(f"=Q{len(key)}s", len(key), key)
+        for query, added, expected in ((_ADD, [number], number), (_ADD, [1], number + 1), (_DELETE, [], 1)):
+            question = bytes([query]) + header + struct.pack(f"={len(added)}q", *added)
+            got = _answer(connection, question, 8, end)
+            if got != struct.pack("=q", expected):
+                return f"{_FOREIGN}it answers {got!r} to a question of which the answer is {expected}"
     except TimeoutError:
         return f"{_FOREIGN}it accepts the connection, but does not answer"
     except OSError:
         return f"{_FOREIGN}it closes the connection"
-    return "" if got == expected else f"{_FOREIGN}it answers {got!r} to a ping"
+    return ""
+
+
+def _answer(connection: socket.socket, question: bytes, length: int, end: float) -> bytes:
+    """Send a question, and return so many bytes of the answer.
+
+    Raises:
+        TimeoutError: they do not come until ``end``.
+        ConnectionResetError: the connection is closed instead.
+    """
+    connection.sendall(question)
+    got = b""
+    while len(got) < length:
+        connection.settimeout(max(end - time.monotonic(), 0.001))
+        part = connection.recv(length - len(got))
+        if not part:
+            raise ConnectionResetError
+        got += part
+    return got
 
 
 def _resolved(host: str) -> str:

@@ -63,6 +63,7 @@ def _wait(words: Sequence[str]) -> None:
     try:
         if not _is_of_several(words):
             meeting_place.require_no_other_program(place)
+            _watch_until_ranks_start(place)
             return
         # a store that torchrun has not started yet is not an error
         while place.serves and not meeting_place.answers(own.host, own.port):
@@ -71,9 +72,18 @@ def _wait(words: Sequence[str]) -> None:
         meeting_place.connected(place, lambda: None)
         if place.serves:
             meeting_place.joined(place, _has_started_ranks)
+        else:
+            _watch_until_ranks_start(place)
     except UsageError as error:
         print(f"megatron_npu: error: {error}", file=sys.stderr, flush=True)
         os._exit(_EXIT)
+
+
+def _watch_until_ranks_start(place: meeting_place.Place) -> None:
+    """End torchrun if the store stops answering before there are ranks."""
+    with meeting_place.watched(place, _EXIT):
+        while _has_started_ranks():
+            time.sleep(_PAUSE)
 
 
 def _has_started_ranks() -> str:

@@ -72,13 +72,14 @@ def made() -> Iterator[None]:
         UsageError: another program answers at the address of the store; or some machines cannot reach each
             other. Raised on all ranks, naming the machines and the remedy.
     """
-    if not _is_of_several_machines():
-        _require_no_other_program()
+    with contextlib.ExitStack() as held:
+        if not _is_of_several_machines():
+            _require_no_other_program(held)
+            yield
+            return
+        store = _store(held)  # kept until torch's own has joined its server
+        _meet(dist.PrefixStore(_prefix(), store))
         yield
-        return
-    store = _store()  # kept until torch's own has joined its server
-    _meet(dist.PrefixStore(_prefix(), store))
-    yield
 
 
 def tell(error: UsageError) -> None:
@@ -108,7 +109,7 @@ def _is_of_several_machines() -> bool:
     return here < everywhere and bool(os.environ.get("MASTER_ADDR"))
 
 
-def _require_no_other_program() -> None:
+def _require_no_other_program(held: contextlib.ExitStack) -> None:
     ranks, rank, port = (
         digits.number(os.environ.get(name, "")) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")
     )
@@ -119,9 +120,9 @@ def _require_no_other_program() -> None:
         return
     who = f"rank {rank} ({socket.gethostname()})"
     speaks = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-    meeting_place.require_no_other_program(
-        meeting_place.Place(who, host, port, serves=False, elsewhere=False), speaks=speaks
-    )
+    place = meeting_place.Place(who, host, port, serves=False, elsewhere=False)
+    meeting_place.require_no_other_program(place, speaks=speaks)
+    held.enter_context(meeting_place.watched(place))
 
 
 def _serves(rank: int) -> bool:
@@ -137,8 +138,11 @@ def _where() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
 
 
-def _store() -> dist.TCPStore:
+def _store(held: contextlib.ExitStack) -> dist.TCPStore:
     """Connect to the store of the run, which torchrun's agent or rank 0 serves.
+
+    Args:
+        held: ends at the end of the check; until then, the store is watched.
 
     Raises:
         UsageError: the store cannot be reached in time, or its port is in use.
@@ -153,6 +157,8 @@ def _store() -> dist.TCPStore:
     place = meeting_place.Place(who, host, port, serves, elsewhere)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     client = meeting_place.connected(place, lambda: client_of(host, port), speaks=speaks)
+    if not serves:
+        held.enter_context(meeting_place.watched(place))
     return served or client
 
 

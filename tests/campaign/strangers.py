@@ -96,7 +96,9 @@ def _tried(place: Path, name: str, argv: list[str], how: str, folder: Path, home
     temporary.mkdir(exist_ok=True)
     env = tiny.environment() | {"XDG_CACHE_HOME": str(home), "TMPDIR": str(temporary)}
     env = {variable: value for variable, value in env.items() if not variable.startswith(_PLAIN)}
-    done = processes.run([*start, *argv], cwd=folder, env=env, capture_output=True, text=True)
+    limit = 4 * processes.LONGEST  # of what compiles on a busy machine
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": limit}
+    done = processes.run([*start, *argv], **options)
     mark = place / "MARK"
     if mark.exists():
         mark.unlink()

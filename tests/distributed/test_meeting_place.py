@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import meeting_place, torchrun
 from megatron_npu.watchdog import first_contact
+from tests.conftest import on_a_leash
 from tests.finetune import test_train_command
 from tests.support import ports, processes, tiny, train_runs, warm
 
@@ -132,8 +137,23 @@ def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: 
     assert store.get(f"{first_contact._prefix()}/failed").endswith(b" exited: no data. Pass some.")
 
 
-# what a program that is no store says to whom it accepts, and what is told of it; None closes the connection
-FOREIGN = {
+def _pong(connection: socket.socket, then: bytes = b"") -> None:
+    """Answer a ping like a store, and further questions with always the same."""
+    got = b""
+    while len(got) < meeting_place._PING.size:
+        got += connection.recv(meeting_place._PING.size - len(got))
+    connection.sendall(got[-4:])
+    while connection.recv(4096):
+        connection.sendall(then)
+
+
+# what a program that is no store says to whom it accepts, and what is told of it; None hangs up
+FOREIGN: dict[str, tuple[bytes | Callable[[socket.socket], None] | None, str]] = {
+    "pongs": (_pong, "it accepts the connection, but does not answer"),
+    "knows-no-sums": (
+        functools.partial(_pong, then=bytes(8)),
+        r"it answers b'.*' to a question of which the answer is \d+",
+    ),
     "silent": (b"", "it accepts the connection, but does not answer"),
     "closes": (None, "it closes the connection"),
     "zeros": (bytes(1 << 16), r"it answers b'\\x00\\x00\\x00\\x00' to a ping"),
@@ -142,9 +162,13 @@ FOREIGN = {
 
 
 @contextlib.contextmanager
-def _somebody(says: bytes | None = b"") -> Iterator[int]:
+def _somebody(says: bytes | Callable[[socket.socket], None] | None = b"") -> Iterator[int]:
     """Serve a port of a program that is not a store."""
     held: list[socket.socket] = []
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            says(connection)  # type: ignore[misc, operator]
 
     def serve() -> None:
         with contextlib.suppress(OSError):
@@ -152,6 +176,8 @@ def _somebody(says: bytes | None = b"") -> Iterator[int]:
                 held.append(server.accept()[0])
                 if says is None:
                     held.pop().close()
+                elif callable(says):
+                    threading.Thread(target=answer, args=(held[-1],), daemon=True).start()
                 else:
                     held[-1].sendall(says)
 
@@ -187,9 +213,9 @@ def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_torchrun_is_ended_whose_store_is_another_program(nodes: str) -> None:
-    with _somebody() as port:
+@pytest.mark.parametrize(("nodes", "kind"), [("1", "silent"), ("2", "silent"), ("2", "pongs")])
+def test_torchrun_is_ended_whose_store_is_another_program(nodes: str, kind: str) -> None:
+    with _somebody(FOREIGN[kind][0]) as port:
         place = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
         words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
@@ -197,7 +223,37 @@ def test_torchrun_is_ended_whose_store_is_another_program(nodes: str) -> None:
         done = processes.run(words, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
     line = rf"megatron_npu: error: torchrun on .* cannot reach --rdzv-endpoint 127\.0\.0\.1:{port} \(.*"
-    assert re.search(line + FOREIGN["silent"][1], done.stderr), done.stderr
+    assert re.search(line + FOREIGN[kind][1], done.stderr), done.stderr
+
+
+_STORE = (
+    "import sys, time, torch.distributed as dist; "
+    "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+    "print(store.port, flush=True); time.sleep(100)"
+)
+
+
+def test_a_store_that_stops_answering_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """torch's client waits for an answer without a limit: the run did not end, and said nothing."""
+    monkeypatch.setattr(meeting_place, "_SAY", 0.05)
+    monkeypatch.setenv(settings.RENDEZVOUS_TIMEOUT.name, "1")
+    codes: list[int] = []
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set(), ended.wait(9)))
+    command = [sys.executable, "-c", _STORE]
+    process = subprocess.Popen(command, env=tiny.environment(), stdout=subprocess.PIPE)
+    with on_a_leash(process, 100), process:
+        assert process.stdout
+        place = meeting_place.Place("rank 1", "127.0.0.1", int(process.stdout.readline()), False, True)
+        with meeting_place.watched(place, 7):
+            assert not ended.wait(1)
+            process.send_signal(signal.SIGSTOP)
+            assert ended.wait(60)
+        process.kill()
+    assert codes[0] == 7
+    assert re.search(
+        r"error: rank 1 cannot reach .* \(it no longer answers as the run's store: ", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("libuv", [True, False])

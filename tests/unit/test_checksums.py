@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -116,6 +117,19 @@ def test_what_a_killed_run_has_left_of_them_is_no_file_of_the_next_save(saved) -
     left.touch()
     checksums.forget(saved)
     assert not left.exists()
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link into nowhere"])
+def test_what_only_bears_the_name_of_checksums_is_damage(kind, saved) -> None:
+    """It counted as a checkpoint without checksums, which is loaded unseen."""
+    path = saved / checksums.NAME
+    path.unlink()
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to("nowhere")
+    with (
+        pytest.raises(UsageError, match=r"checksums\.json is not a regular file"),
+        checksums.verifying(saved),
+    ):
+        pass
 
 
 def test_a_checkpoint_without_checksums_is_loaded(saved) -> None:

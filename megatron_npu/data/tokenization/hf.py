@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_npu.data.tokenization import unicode_text
 FILE = "tokenizer.json"
 # Where the special tokens are named, the most telling file first.
 CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_LONGEST_REPLACEMENT = 1000  # characters
 
 
 class HuggingFaceTokenizer:
@@ -115,10 +117,33 @@ def _read(path: Path) -> Tokenizer:
         raise UsageError(
             f"{path} is not a valid Hugging Face tokenizer: {error}. Get a fresh copy."
         ) from error
+    _require_bounded(model, path)
     # lengths that somebody's training batches had, which transformers leaves aside as well
     model.no_truncation()
     model.no_padding()
     return model
+
+
+def _require_bounded(model: Tokenizer, path: Path) -> None:
+    """Check that a tokenizer does not replace characters with texts that fill the memory.
+
+    Rust ends the process if the memory is used up.
+    """
+    for part in filter(None, (model.normalizer, model.decoder)):
+        longest = _growth(json.loads(part.__getstate__()))
+        if longest > _LONGEST_REPLACEMENT:
+            raise UsageError(
+                f"{path} replaces one character of a text with up to {longest} characters, but at most "
+                f"{_LONGEST_REPLACEMENT} are possible",
+                remedy="Do not use it if you do not trust it.",
+            )
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """Return how many characters a step of a normalizer or decoder can make of one."""
+    text = step.get("content", step.get("prepend", ""))
+    steps = [*step.get("normalizers", []), *step.get("decoders", [])]
+    return math.prod(map(_growth, steps)) * max(1, len(text) if isinstance(text, str) else 1)
 
 
 def special_token(folder: Path, role: str) -> str | None:

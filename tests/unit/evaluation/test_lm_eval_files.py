@@ -16,6 +16,7 @@ from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.evaluation import harness, lm_eval_files, whole_results
+from tests.support import processes
 
 
 @pytest.fixture
@@ -97,10 +98,79 @@ def test_a_cache_that_others_can_write_is_refused(kind, tmp_path, monkeypatch):
     for mode, others in ((0o644, ""), (0o664, f"group {cache.stat().st_gid}"), (0o666, "anyone")):
         cache.chmod(mode)
         if not others:
-            lm_eval_files.require(asked)
+            lm_eval_files.require_own_code(asked)
             continue
         with pytest.raises(UsageError, match=f"the cache {cache} can be written by {others}"):
-            lm_eval_files.require(asked)
+            lm_eval_files.require_own_code(asked)
+
+
+TASK = "task: mine\nprocess_docs: !function evil.run\n"
+WORDS = {
+    "the working directory": (["--tasks", "mine"], "task file mine "),
+    "a file": (["-t", "mine/mine.yaml"], "task file mine/mine.yaml "),
+    "a pattern": (["--tasks", "other,mine/*.yaml"], "task file mine/mine.yaml "),
+    "a folder of tasks": (["--include_path", "mine"], "task file mine "),
+    "a run file": (["--config", "mine/run.yaml"], "run file mine/run.yaml "),
+    "a folder in a run file": (["--config", "run.yaml"], "task file mine "),
+    "a cache in a run file": (["-C", "cached.yaml"], "cache mine/cache_rank0.db "),
+}
+
+
+@pytest.mark.parametrize("way", WORDS)
+def test_tasks_that_others_can_write_are_refused(way, lm_eval, tmp_path, monkeypatch, capsys):
+    """lm-eval executed a function of the folder ``mine`` in the working directory for ``--tasks mine``."""
+    pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    texts = {"mine/mine.yaml": TASK, "mine/run.yaml": "tasks: [other]\n", "mine/cache_rank0.db": ""}
+    texts |= {"run.yaml": "include_path: mine\n", "cached.yaml": "use_cache: mine/cache\n"}
+    for name, text in texts.items():
+        Path(name).write_text(text)
+        Path(name).chmod(0o666 if name.startswith("mine/") else 0o644)
+    ran = []
+    lm_eval(lambda: ran.append(way))
+    words, told = WORDS[way]
+    Path("mine").chmod(0o777)
+    assert cli.main(["evaluate", "--model", "dummy", *words]) == 2
+    assert f"the {told}can be written by anyone" in capsys.readouterr().err
+    for path in (Path("mine"), *Path("mine").iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert cli.main(["evaluate", "--model", "dummy", *words]) == 0
+    assert ran == [way]
+
+
+def test_a_metric_that_others_can_write_is_refused(lm_eval, tmp_path, monkeypatch, capsys):
+    """``evaluate.load("rouge")`` runs the script ``rouge/rouge.py`` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    theirs = ModuleType("evaluate")
+    vars(theirs)["load"] = lambda name, *_, **__: loaded.append(name)
+    monkeypatch.setitem(sys.modules, "evaluate", theirs)
+    lm_eval(lambda: sys.modules["evaluate"].load("rouge"))
+    assert cli.main(["evaluate", "--tasks", "other"]) == 0
+    assert loaded == ["rouge"]
+    Path("rouge").mkdir()
+    Path("rouge/rouge.py").write_text("")
+    Path("rouge/rouge.py").chmod(0o666)
+    with pytest.raises(SystemExit, match="2"):
+        sys.modules["evaluate"].load("rouge")
+    assert "error: the metric rouge/rouge.py can be written by anyone" in capsys.readouterr().err
+    Path("rouge/rouge.py").chmod(0o644)
+    sys.modules["evaluate"].load("rouge")
+    assert loaded == ["rouge", "rouge"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the case: Python 3.10 has no safe path")
+@pytest.mark.parametrize("path", [None, ":", "/nowhere:"])
+def test_what_lm_eval_starts_runs_no_module_of_the_working_directory(path, lm_eval, tmp_path, monkeypatch):
+    """lm-eval describes the machine with ``python -m pip``, which ran ``pip.py`` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", path) if path else monkeypatch.delenv("PYTHONPATH", raising=False)
+    Path("platform.py").write_text("open('mark', 'w')\n")
+    lm_eval(lambda: processes.run([sys.executable, "-m", "platform"], capture_output=True).returncode)
+    assert cli.main(["evaluate", "--model", "dummy", "--tasks", "other"]) == 0
+    assert not Path("mark").exists()
 
 
 _TRACKER = """
@@ -145,5 +215,5 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{")
-    lm_eval_files.require(lm_eval_files.given(["--output_path", str(tmp_path)]))
+    lm_eval_files.require_place(lm_eval_files.given(["--output_path", str(tmp_path)]))
     assert [path.name for path in tmp_path.rglob("*.partial")] == ["other.partial"]

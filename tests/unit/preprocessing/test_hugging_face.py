@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_npu.commands import cli
 from megatron_npu.data.preprocessing import command, indexed_dataset
@@ -88,6 +88,24 @@ def test_a_tokenizer_without_an_end_token_is_refused(
     for more in ([], ["--append-eod"]):
         assert cli.main([*line, *more]) == 2
         assert "tokenizer_config.json sets eos_token to None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["normalizer", "decoder"])
+def test_a_tokenizer_that_fills_the_memory_is_refused(
+    place: str, folder: Path, corpus_file: Callable[..., Path], capsys
+) -> None:
+    """30 kB of it made 13 GB of one line, and the process ended without a message."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file = corpus_file([{"text": "a"}])
+    line = ["preprocess", "--input", str(file), "--output-prefix", str(file)]
+    line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    for content, code in (("b" * 10, 0), ("b" * 100, 2)):
+        kind = normalizers if place == "normalizer" else decoders
+        steps = [kind.Replace("a", content), kind.Replace("b", content)]
+        setattr(tokenizer, place, kind.Sequence([*steps, *([kind.NFC()] if place == "normalizer" else [])]))
+        tokenizer.save(str(folder / "tokenizer.json"))
+        assert cli.main(line) == code
+    assert "replaces one character of a text with up to 10000 characters" in capsys.readouterr().err
 
 
 def test_missing_files_are_named(folder: Path, corpus_file: Callable[..., Path], capsys) -> None:

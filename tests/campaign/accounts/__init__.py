@@ -1,0 +1,1 @@
+"""Commands of one account on files, folders and settings that belong to another account."""

@@ -1,0 +1,120 @@
+"""Commands of one account on what belongs to another: numbers, files, data, caches, servers, signals.
+
+    python -m tests.campaign.accounts [--only numbers,files] [--json trials.jsonl]   # as root
+
+Prints each trial that went wrong, and a table with a row for each place.
+The exit code is 1 if there was a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.campaign.accounts import rooms, trials
+from tests.campaign.accounts.trials import FAULTS, Try, Verdict
+
+# a row of the table: the module and the function that yields its trials
+PLACES = {
+    "numbers": ("flag_values", "numbers"),
+    "files": ("flag_values", "files"),
+    "outputs": ("flag_values", "outputs"),
+    "models": ("hostile_models", "tries"),
+    "texts": ("hostile_texts", "tries"),
+    "datasets": ("hostile_checkpoints", "datasets"),
+    "checkpoints": ("hostile_checkpoints", "checkpoints"),
+    "surroundings": ("surroundings", "tries"),
+    "serve": ("servers", "serve"),
+    "dashboard": ("servers", "dashboard"),
+    "signals": ("signals", "tries"),
+    "stores": ("stores", "tries"),
+    "groups": ("groups", "tries"),
+    "evaluate": ("evaluations", "tries"),
+}
+
+
+# what most commands import; a fork shares it
+_SHARED = (
+    "megatron_npu.commands.cli",
+    "megatron_npu.pretrain.run.pretrain",
+    "megatron_npu.generation.generate",
+    "megatron_npu.evaluation.lambada",
+    "megatron_npu.conversion.command",
+    "megatron_npu.data.preprocessing.command",
+)
+
+
+def verdicts(room: rooms.Room, args: argparse.Namespace) -> Iterator[Verdict]:
+    """Make the trials that are asked for."""
+    for name in args.only.split(",") if args.only else PLACES:
+        module, function = PLACES[name]
+        tries = getattr(importlib.import_module(f"tests.campaign.accounts.{module}"), function)(room)
+        chosen = (each for each in tries if (args.word or "") in each.what)
+        for each in itertools.islice(chosen, args.skip, args.first and args.skip + args.first):
+            yield trials.made(room, each) if isinstance(each, Try) else each
+
+
+def table(found: list[Verdict]) -> str:
+    """Return the number of faults of each kind and place, in Markdown."""
+    kinds = [kind for kind in FAULTS if kind in FAULTS[:5] or any(each.verdict == kind for each in found)]
+    rows = [f"| place | trials | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
+    for place in (*dict.fromkeys(each.place for each in found), "total"):
+        some = [each for each in found if place in (each.place, "total")]
+        counts = collections.Counter(each.verdict for each in some)
+        rows.append(f"| {' | '.join(map(str, (place, len(some), *(counts[kind] for kind in kinds))))} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Be the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help=f"places, with commas: {', '.join(PLACES)}")
+    parser.add_argument("--first", type=int, help="only so many trials of each place")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="without so many trials of each place before them"
+    )
+    parser.add_argument("--folder", type=Path, help="for all files, which stay there for the next call")
+    parser.add_argument("--json", type=Path, help="append a line for each trial to this file")
+    parser.add_argument("--word", help="only trials whose description contains this word")
+    args = parser.parse_args()
+    if reason := rooms.reason_against():
+        raise SystemExit(reason)
+    rooms.separate()
+    for name in _SHARED:
+        importlib.import_module(name)
+    # not a TemporaryDirectory, which forks would remove at their end
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="accounts-"))
+    room = rooms.Room(folder)
+    try:
+        found = [_told(each, args.json) for each in verdicts(room, args)]
+    finally:
+        room.sweep()
+        if not args.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    faults = sum(each.verdict in FAULTS for each in found)
+    print(f"{table(found)}\n\n{len(found)} trials, {faults or 'no'} faults")
+    return 1 if faults else 0
+
+
+def _told(found: Verdict, file: Path | None) -> Verdict:
+    """Print a fault, and append any verdict to the file."""
+    if found.verdict in FAULTS:
+        print(f"{found.verdict}: {found.place}: {found.what} ({found.code}): {found.told}", flush=True)
+    if file:
+        with file.open("a") as stream:
+            stream.write(json.dumps(found._asdict()) + "\n")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

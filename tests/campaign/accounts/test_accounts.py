@@ -1,0 +1,54 @@
+"""The short form of the trials with two accounts: a few of each kind, where a second account can be made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.accounts import rooms, trials
+from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Ended
+from tests.support import processes, tiny
+
+pytest.importorskip("megatron.core")
+TRACEBACK = 'Traceback (most recent call last):\n  File "x"\n'
+SAID = "megatron-npu x: error: y"
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "marks", "verdict"),
+    [
+        (Ended(2, "", SAID), REFUSED, [], "refused"),
+        (Ended(2, "", SAID), REFUSED, ["here"], "executed"),
+        (Ended(2, "", SAID, has_left=True), REFUSED, [], "orphan"),
+        (Ended(None, "", SAID, is_hung=True), EITHER, [], "hung"),
+        (Ended(1, "", TRACEBACK + SAID), REFUSED, [], "traceback"),
+        (Ended(-11, "", SAID), EITHER, [], "crash"),
+        (Ended(1, "", "what?"), REFUSED, [], "unnamed"),
+        (Ended(2, "", SAID), DONE, [], "denied"),
+        (Ended(0, "fine", ""), REFUSED, [], "silent"),
+        (Ended(0, "fine", "warning: odd"), REFUSED, [], "done"),
+        (Ended(0, "fine", ""), EITHER, [], "done"),
+    ],
+)
+def test_each_fault_is_noticed(end: Ended, expected: str, marks: list[str], verdict: str) -> None:
+    assert trials.verdict_on(end, expected, marks) == verdict
+
+
+@pytest.mark.skipif(bool(rooms.reason_against()), reason=rooms.reason_against())
+def test_hostile_files_of_another_account_are_refused(tmp_path: Path) -> None:
+    told = tmp_path / "trials.jsonl"
+    words = ["--only", "texts,models,datasets", "--first", "4", "--json", str(told)]
+    done = processes.run(
+        [sys.executable, "-P", "-m", "tests.campaign.accounts", *words],
+        env=tiny.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in told.read_text().splitlines()]
+    assert len(rows) == 12
+    assert {row["verdict"] for row in rows} <= {"refused", "done"}
+    assert sum(row["verdict"] == "refused" for row in rows) > 9
