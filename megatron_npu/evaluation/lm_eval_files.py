@@ -132,14 +132,18 @@ def _code(asked: argparse.Namespace) -> Iterator[Path]:
         yield folder
         yield from _task_files(folder)
     tasks = [asked.tasks] if isinstance(asked.tasks, str) else asked.tasks
-    for name in (name for each in tasks for name in str(each).split(",")):
-        files_ = [Path(each) for each in glob.glob(name)] if name.endswith(".yaml") else [Path(name)]
-        for path in files_:
-            if path.is_file() or (path.is_dir() and any(path.glob("*.yaml"))):
-                folder = path if path.is_dir() else path.absolute().parent
-                yield path
-                yield folder
-                yield from _task_files(folder, nested=False)
+    for name in ",".join(map(str, tasks)).split(","):
+        yield from _named(name)
+
+
+def _named(task: str) -> Iterator[Path]:
+    """Yield the files and folders that lm-eval may load for a task of a command line."""
+    for path in map(Path, glob.glob(task) if task.endswith(".yaml") else [task]):
+        if path.is_file() or (path.is_dir() and any(path.glob("*.yaml"))):
+            folder = path if path.is_dir() else path.absolute().parent
+            yield path
+            yield folder
+            yield from _task_files(folder, nested=False)
 
 
 def _task_files(folder: Path, nested: bool = True) -> Iterator[Path]:
