@@ -40,11 +40,11 @@ Adam and without dropout, from the same weights in each layout. The GPT has 4 la
 4 experts), hidden size 64, sequences of 32 tokens and a global batch of 8.
 
 The first number in each cell is the largest relative difference between a loss and the corresponding loss
-of a **single process**. This process has the same version, device and dtype, and a micro batch of 2. The
-number after the slash is the largest relative difference between gradient norms. The row "one" compares the
-single process with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. Because fp32
-has 24 bits, a difference of 6e-8 is one unit in the last place. A difference of 0 means that the values are
-bitwise identical.
+of a **single process**. The single process has the same version, device and dtype, and a micro batch of 2.
+The number after the slash is the largest relative difference between gradient norms. The row "one" compares
+the single process with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. Because
+fp32 has 24 bits, a difference of 6e-8 is one unit in the last place. A difference of 0 means that the values
+are bitwise identical.
 
 A dash (–) means that the combination has not been measured yet. Results for
 Megatron-LM's main branch are on [a separate page](../records/main.md).
@@ -120,8 +120,8 @@ UPDATES = """
 **fp32: Adam amplifies small differences.** The gradients of all fp32 runs are equally close to the fp64
 gradient. After ten iterations, however, the relative errors of the gradient norms are 100 times as large. In
 the first update, Adam divides each gradient by its own magnitude plus epsilon (1e-8). If a gradient is about
-as large as epsilon, its rounding determines the size of the update. The table shows the weight whose first update differs most
-between the simulated NPU and the CPU:
+as large as epsilon, its rounding determines the size of the update. The table shows the weight whose first
+update differs most between the simulated NPU and the CPU:
 
 | | gradient | update |
 |---|---|---|"""

@@ -136,7 +136,7 @@ def _every_stack() -> str:
         "run in random order; on one rank, only two of the sharding switches are used. The table shows the",
         "largest relative difference between a loss and plain torch's loss in fp32. The limits are 1e-5 in",
         "fp32 and 1e-2 in 16 bits. Combinations are run again after operations have changed. The columns",
-        "*newest* and *oldest* give the number of combinations that were run on the latest and the earliest day,",
+        "*newest* and *oldest* give the number of combinations run on the latest and the earliest day,",
         "with the package's last commit at that time.\n",
         "| device | ranks | run | of | newest | oldest | outside | worst in fp32 | worst in 16 bits |",
         "|---|---|---|---|---|---|---|---|---|",
