@@ -128,7 +128,8 @@ update differs most between the simulated NPU and the CPU:
 SEEDS = """
 **bf16: each layout rounds different values.** Each rank computes its part of a sum and rounds it to 8 bits
 before the parts are added. With TP 2, the first gradient is as far from the fp64 gradient as the
-single-process gradient is. These two gradients are closer to each other than to the fp64 gradient.
+single-process gradient is. The TP 2 and single-process gradients are closer to each other than to the fp64
+gradient.
 
 **bf16: torch's FSDP keeps gradients in 16 bits.** Megatron shards a bf16 model without a mixed-precision
 policy. Each rank's gradient shard, which is summed over ranks and micro-batches, therefore has the weight's
