@@ -19,7 +19,7 @@ from megatron_npu.base.command_examples import EXAMPLES
 from megatron_npu.commands import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
-ELSEWHERE = {"pretrain": "Its flags are in [pretrain-flags.md](pretrain-flags.md)."}
+ELSEWHERE = {"pretrain": "The flags of `pretrain` are in [pretrain-flags.md](pretrain-flags.md)."}
 # other names of the actions of `patches`
 AGAIN = ("ledger", "check", "pin")
 

@@ -40,11 +40,11 @@ Adam and without dropout, from the same weights in each layout. The GPT has 4 la
 4 experts), hidden size 64, sequences of 32 tokens and a global batch of 8.
 
 The first number in each cell is the largest relative difference between a loss and the corresponding loss
-of a **single process** with the same version, device and dtype and a micro batch of 2. The number after the
-slash is the largest relative difference between gradient norms. The row "one" compares this single process
-with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. Because fp32 has 24
-bits, a difference of 6e-8 is one unit in the last place. A difference of 0 means that the values are bitwise
-identical.
+of a **single process**. The single process has the same version, device and dtype, and a micro batch of 2.
+The number after the slash is the largest relative difference between gradient norms. The row "one" compares
+the single process with a single process on the CPU in fp32. The device `npu` is a simulated Ascend. Because
+fp32 has 24 bits, a difference of 6e-8 is one unit in the last place. A difference of 0 means that the values
+are bitwise identical.
 
 A dash (–) means that the combination has not been measured yet. Results for
 Megatron-LM's main branch are on [a separate page](../records/main.md).
@@ -110,7 +110,7 @@ def _measured(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 ORIGINS = """## Where the differences come from
 
-`python benchmarks/equal_truth.py` compares a training run with megatron-core 0.16.1 with the same run in
+`python benchmarks/equal_truth.py` compares each training run with megatron-core 0.16.1 to the same run in
 fp64. The column *gradient* compares the first gradient with the fp64 gradient at the same weights. The
 columns *losses* and *gradient norms* compare ten iterations with ten iterations in fp64.
 
@@ -118,31 +118,31 @@ columns *losses* and *gradient norms* compare ten iterations with ten iterations
 |---|---|---|---|"""
 UPDATES = """
 **fp32: Adam amplifies small differences.** The gradients of all fp32 runs are equally close to the fp64
-gradient, but after ten iterations the gradient norms differ by 100 times as much. In the first update, Adam
-divides each gradient by its own magnitude plus epsilon (1e-8). If a gradient is about as large as epsilon,
-its rounding determines the size of the update. The table shows the weight whose first update differs most
-between the simulated NPU and the CPU:
+gradient. After ten iterations, however, the relative errors of the gradient norms are 100 times as large. In
+the first update, Adam divides each gradient by its own magnitude plus epsilon (1e-8). If a gradient is about
+as large as epsilon, its rounding determines the size of the update. The table shows the weight whose first
+update differs most between the simulated NPU and the CPU:
 
 | | gradient | update |
 |---|---|---|"""
 SEEDS = """
 **bf16: each layout rounds different values.** Each rank computes its part of a sum and rounds it to 8 bits
 before the parts are added. With TP 2, the first gradient is as far from the fp64 gradient as the
-single-process gradient is. The two gradients differ from each other by less than from the fp64 gradient.
+single-process gradient is. The TP 2 and single-process gradients are closer to each other than to the fp64
+gradient.
 
 **bf16: torch's FSDP keeps gradients in 16 bits.** Megatron shards a bf16 model without a mixed-precision
-policy. The gradient shard on each rank, which is summed over ranks and micro-batches, therefore has the
-dtype of the weight, whereas DDP and Megatron's FSDP sum in fp32. The relative error of the gradient is
+policy. Each rank's gradient shard, which is summed over ranks and micro-batches, therefore has the weight's
+dtype, whereas DDP and Megatron's FSDP sum in fp32. The relative error of the gradient is
 {one:.2e} for a single process, and {rounded:.2e} after the single-process gradient is rounded to bf16.
 With torch's FSDP, the error is {fsdp4:.2e} with one micro-batch per rank, {fsdp:.2e} with two and
 {fsdp1:.2e} with four, because each micro-batch rounds the sum again. A reduction over the ranks in fp32 does
 not lower the error ({reduced:.2e}), because its result is rounded to bf16. With Megatron's FSDP, the error
-is {zero:.2e}, which is less than the error of a single process. The main weights are in fp32 in all layouts.
+is {zero:.2e}, which is less than the single-process error. The main weights are in fp32 in all layouts.
 
-**bf16: a single loss can be off by 1 %.** The small model of the tests is trained for 20 iterations with
+**bf16: a single loss can be off by 1 %.** The tests' small model is trained for 20 iterations with
 `--lr 1e-2` and each of {} seeds. The largest relative difference between a loss and the single-process fp32
-loss depends more on the seed than on the layout. The losses of a single process in bf16 are also off by
-1 %:
+loss depends more on the seed than on the layout. Single-process losses in bf16 are also off by 1 %:
 
 | layout | {} | largest |
 |---|{}---|"""

@@ -26,8 +26,8 @@ _CLOCKS = 60  # seconds that the clock of a shared disk may differ
 _USAGE = """%(prog)s ARGUMENTS...
        torchrun --nproc-per-node N -m megatron_npu evaluate ARGUMENTS..."""
 _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') on this machine's device, with
---model megatron_npu or lm-eval's own megatron_lm. ARGUMENTS are those of `lm_eval`: --model megatron_npu
---model_args load=DIR --tasks NAME... See docs/how-to/evaluation.md."""
+--model megatron_npu or lm-eval's own megatron_lm. ARGUMENTS are the arguments of `lm_eval`:
+--model megatron_npu --model_args load=DIR --tasks NAME... See docs/how-to/evaluation.md."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """``megatron-npu lambada``: measure how often a checkpoint predicts the last word of a passage.
 
-The task, and the first printed line, are those of Megatron-LM's ``tasks/main.py --task LAMBADA``. The second
-line has the perplexity as lm-eval computes it. Under torchrun the processes divide the passages among
+The task and the first printed line are the same as with Megatron-LM's ``tasks/main.py --task LAMBADA``. The
+second line has the perplexity as computed by lm-eval. Under torchrun, the processes divide the passages among
 themselves.
 """
 

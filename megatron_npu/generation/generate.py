@@ -1,7 +1,7 @@
 """``megatron-npu generate``: generate text for a prompt, a file of prompts, or a conversation.
 
-Several processes share one model (torchrun --nproc-per-node N -m megatron_npu generate); the text is the
-same.
+Several processes can share one model (torchrun --nproc-per-node N -m megatron_npu generate) without changing
+the text.
 """
 
 from __future__ import annotations

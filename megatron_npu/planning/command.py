@@ -33,7 +33,7 @@ _DESCRIPTION = (
     "Dry-run a job of --devices ranks on this machine. The report shows the memory and communication of\n"
     "each kind of rank, whether the job fits, and the flags that would make it fit. With --device npu, the\n"
     "plan uses torch_npu's own allocator on the simulated Ascend, whose memory is only reserved. With\n"
-    "--device cuda, it uses torch's fake tensors and a simulation of the caching allocator. Exit code\n"
+    "--device cuda, the plan uses torch's fake tensors and a simulation of the caching allocator. Exit code\n"
     "2: the job does not fit, or cannot run."
 )
 _USAGE = """%(prog)s --devices N [--memory 64G] [--device npu] -- pretrain ARGUMENTS...

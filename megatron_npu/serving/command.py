@@ -1,7 +1,7 @@
 """``megatron-npu serve``: serve a checkpoint over HTTP with OpenAI's completions API and a web page.
 
-Several processes share one model (torchrun --nproc-per-node N -m megatron_npu serve); the first one answers
-requests.
+Several processes can share one model (torchrun --nproc-per-node N -m megatron_npu serve); the first process
+answers requests.
 """
 
 from __future__ import annotations
