@@ -57,7 +57,8 @@ def main(folder: str | None, out: str | None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         raise UsageError(
-            "--cluster was started in only one process, but requires one process per device on every machine",
+            "--cluster requires one process per device on every machine, but it was started in only one "
+            "process",
             remedy="Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
         )
     device = devices.current()

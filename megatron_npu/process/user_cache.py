@@ -266,7 +266,9 @@ def _wait(lock: BaseFileLock, longest: float, remedy: str) -> None:
         lock.acquire(timeout=longest)
     except Timeout:
         raise UsageError(
-            f"another process has held {lock.lock_file} for {longest:.0f} s",
-            remedy=f"If it is not compiling any more, end it (fuser {lock.lock_file} prints its number) "
-            f"and start again. {remedy}",
+            f"another process has held the lock {lock.lock_file} for {longest:.0f} s",
+            remedy=(
+                f"If it is not compiling any more, end it (fuser {lock.lock_file} prints its process ID) "
+                f"and start again. {remedy}"
+            ),
         ) from None

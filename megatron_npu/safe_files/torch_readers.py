@@ -99,7 +99,10 @@ class _MetadataUnpickler(DataUnpickler):
         # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
         if isinstance(made, type) or not own:
-            raise refusal("the checkpoint's .metadata", f"the file sets the state of {made!r}")
+            raise refusal(
+                "the checkpoint's .metadata",
+                f"the file sets attributes of {made!r}, which a checkpoint must not do",
+            )
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:

@@ -284,7 +284,7 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
         kind = "".join(Path(name).suffixes) if Path(name).is_file() else ".csv"
         raise UsageError(
             f"--data-path {name}: {count} rows are too few to split into training and validation rows with "
-            f"--validation-fraction {fraction:g}. Add a file validation{kind}, or pass a larger "
+            f"--validation-fraction {fraction:g}. Add a file named validation{kind}, or pass a larger "
             "--validation-fraction."
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})

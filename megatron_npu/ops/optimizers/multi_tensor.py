@@ -210,7 +210,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """Compute ``unscale`` in plain torch, with ``found`` and ``factor`` in fp32 ``[1]``."""
+    """Compute ``unscale`` in plain torch; ``found`` and ``factor`` are fp32 tensors of shape ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)

@@ -113,7 +113,7 @@ def require_known_format(description: Path, values: object) -> None:
         ValueError, TypeError: the content is not a description.
     """
     if not isinstance(values, Mapping):
-        raise TypeError("the file does not describe a run")
+        raise TypeError("the file does not describe a training run")
     saved = values.get(FORMAT, VERSION)
     first, second = (digits.number(part) for part in str(saved).partition(".")[::2])
     if first is None or second is None:

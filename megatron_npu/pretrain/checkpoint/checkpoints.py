@@ -302,7 +302,7 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
     if rest:
         raise UsageError(
             f"{path} has {rest[0]}{f' and {len(rest) - 1} more weights' if rest[1:] else ''}, which the "
-            "model that its arguments describe does not have",
+            "model described by its arguments does not have",
             remedy="Load a checkpoint of a supported model.",
         )
 

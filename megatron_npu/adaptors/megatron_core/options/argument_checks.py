@@ -157,9 +157,9 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
     """Reject a flag that upstream assigns to a configuration field that does not exist."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
-            "--init-method-xavier-uniform is not supported, because Megatron sets a field that its "
-            "configuration does not have. Remove it; --init-method-std sets the standard deviation of the "
-            "weights."
+            "--init-method-xavier-uniform is not supported, because Megatron sets a field that its own "
+            "configuration class does not define. Remove it; --init-method-std sets the standard deviation "
+            "of the weights."
         )
 
 
@@ -190,7 +190,7 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
-            f"--profile requires --use-pytorch-profiler on the {device} device. Add the second flag, "
+            f"--profile requires --use-pytorch-profiler on the {device} device. Add --use-pytorch-profiler, "
             "because without it Megatron profiles for Nsight Systems, which supports only GPUs."
         )
     if args.record_memory_history and device == "cpu":
@@ -211,7 +211,7 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion. Add "
-            "--cross-entropy-loss-fusion, because without it Megatron ignores both."
+            "--cross-entropy-loss-fusion, because without it Megatron ignores --cross-entropy-fusion-impl."
         )
 
 

@@ -64,7 +64,7 @@ def windows(args: Namespace) -> None:
         )
     if isinstance(skipped, list) and len(skipped) != args.num_layers:
         raise UsageError(
-            f"--window-attn-skip-freq must list --num-layers {args.num_layers} layers, but lists "
+            f"--window-attn-skip-freq must list {args.num_layers} layers (--num-layers), but it lists "
             f"{len(skipped)}",
             remedy="Change the list.",
         )
