@@ -253,7 +253,7 @@ def test_what_others_use_is_not_changed(changed, state):
     """With a state for a class a file could make every path of the process mean another one."""
     with pytest.raises((UsageError, ValueError)) as refused:
         torch_readers._load_metadata(io.BytesIO(f"{changed}{state}b0".encode() + metadata()))
-    assert "sets the state of" in str(refused.value)
+    assert "sets attributes of" in str(refused.value)
     assert str(Path("/here")) == "/here"
 
 

@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_card_leads_nowhere_else(read: Read, folder: Path, lines: str) -> None:
     (folder / "README.md").write_text(HEAD.format(lines=lines.format(outside=folder.parent)))
-    with pytest.raises(UsageError, match=r"README\.md refers to '.*', which is not in that folder"):
+    with pytest.raises(UsageError, match=r"README\.md refers to '.*', which is outside its folder"):
         read(folder)
 
 
@@ -132,5 +132,5 @@ def test_a_saved_split_lies_in_its_folder(read: Read, folder: Path) -> None:
     rows.save_to_disk(str(folder / "other"))
     (folder / "saved").mkdir()
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["../other"]}')
-    with pytest.raises(UsageError, match=r"'\.\./other', which is not in that folder"):
+    with pytest.raises(UsageError, match=r"'\.\./other', which is outside its folder"):
         read(folder / "saved")
