@@ -110,7 +110,9 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
         # 0.16 has a MCoreMetadata that is not one of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-            raise ValueError(f"the file contains a {type(metadata).__name__}")
+            raise ValueError(
+                f"the file must contain torch's Metadata, but it contains a {type(metadata).__name__}"
+            )
         return metadata
     except (UsageError, OSError):
         raise

@@ -200,7 +200,8 @@ def _broken(folder: Path) -> argparse.Namespace:
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "one row": (
         _lonely,
-        "the number of rows, 1, is too small for a split into training and validation rows with --validation-fraction 0.1. Add "
+        "the number of rows, 1, is too small for a split into training and validation rows with "
+        "--validation-fraction 0.1. Add "
         "a file named validation.jsonl, or pass",
     ),
     "nothing to train on": (_without_train, "its splits are 'validation'"),

@@ -232,8 +232,11 @@ def few_gigabytes():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"Nr" + (2**31).to_bytes(4, "little") + b".", "the file contains a NoneType"),
-        (b"Np2147483648\n.", "the file contains a NoneType"),
+        (
+            b"Nr" + (2**31).to_bytes(4, "little") + b".",
+            "must contain torch's Metadata, but it contains a NoneType",
+        ),
+        (b"Np2147483648\n.", "must contain torch's Metadata, but it contains a NoneType"),
         (b"\x96" + (2**40).to_bytes(8, "little") + b".", "invalid: 150"),
     ],
 )

@@ -78,7 +78,8 @@ def test_what_is_missing_is_said(
     for language in ("german", "../english"):
         with pytest.raises(
             UsageError,
-            match=rf"--lang {language}: nltk's sentence model for this language is not installed.*nltk\.downloader",
+            match=rf"--lang {language}: nltk's sentence model for this language is not installed.*"
+            r"nltk\.downloader",
         ):
             preprocess(file, flags=["--split-sentences", "--lang", language])
     with pytest.raises(UsageError, match="--keep-newlines requires --split-sentences"):
