@@ -180,8 +180,7 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
     if any(not word.strip() and word for word in argv):
         raise UsageError(
             "a backslash in the command is followed by a space or a comment; it must be the last character "
-            "of a line that continues. Remove what follows the backslash, because the shell ends the "
-            "command there."
+            "of its line. Remove what follows the backslash, because the shell ends the command there."
         )
 
 

@@ -157,9 +157,9 @@ def refuse_xavier_weights(args: argparse.Namespace) -> None:
     """Reject a flag that upstream assigns to a configuration field that does not exist."""
     if getattr(args, "init_method_xavier_uniform", False):
         raise UsageError(
-            "--init-method-xavier-uniform is not supported, because Megatron sets a field that its own "
-            "configuration class does not define. Remove it; --init-method-std sets the standard deviation "
-            "of the weights."
+            "--init-method-xavier-uniform is not supported, because Megatron sets a field that its "
+            "configuration does not have. Remove it; --init-method-std sets the standard deviation of the "
+            "weights."
         )
 
 
