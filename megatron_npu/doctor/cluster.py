@@ -212,7 +212,7 @@ def _not_shared(folder: str) -> list[str]:
     own, first = seen[rank][0], os.environ.get("LOCAL_RANK", "0") == "0"
     if own or not first:
         return []
-    return [f"what {seen[0][1]} (rank 0) writes to --folder {folder} is not visible here"]
+    return [f"files that {seen[0][1]} (rank 0) writes to --folder {folder} are not visible here"]
 
 
 # -- what pairs of machines find
