@@ -164,7 +164,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
         raise unusable(path, error, remedy) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UsageError(f"{path} must be a library, but is not a regular file", remedy=remedy)
+            raise UsageError(f"{path} must be a library, but it is not a regular file", remedy=remedy)
         _require_own(path, descriptor, remedy)
     except BaseException:
         os.close(descriptor)

@@ -146,7 +146,7 @@ def stored_value(folder: Path, key: str) -> bytes:
             index = _load_metadata(stream)
         place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
         if place is None:
-            raise ValueError("the index does not contain the position of a tensor")
+            raise ValueError("the checkpoint's index lacks the position of a tensor")
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{place.relative_path} is not a valid file name")
         file = folder / place.relative_path
