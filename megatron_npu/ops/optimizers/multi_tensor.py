@@ -48,7 +48,7 @@ class MultiTensorApply:
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of all tensors in the first list together, in fp32 ``[1]``.
+    """Return the L2 norm over all tensors in the first list, as an fp32 tensor of shape ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
