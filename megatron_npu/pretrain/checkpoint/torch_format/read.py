@@ -1,4 +1,4 @@
-"""Assemble a model from the checkpoint files of all ranks, whatever its layout was in training."""
+"""Assemble a model from the checkpoint files of all ranks, regardless of its layout in training."""
 
 from __future__ import annotations
 
