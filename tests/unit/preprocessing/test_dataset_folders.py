@@ -123,7 +123,8 @@ def test_a_saved_set_leads_nowhere_else(read: Read, folder: Path, several: bool)
     up = "../.." if several else ".."
     content["_data_files"][0]["filename"] = f"{up}/other/{mine}"
     state.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"state\.json refers to '{up}/other/{mine}', which is outside its folder"):
+    refusal = rf"state\.json refers to '{up}/other/{mine}', which is outside its folder"
+    with pytest.raises(UsageError, match=refusal):
         read(saved)
 
 
