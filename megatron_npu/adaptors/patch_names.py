@@ -103,7 +103,7 @@ def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
     found = [_named(name, patches) for name in names]
     for name, some in zip(names, found, strict=True):
         if not some:
-            raise UsageError(f"there is no patch called {name}; use {_close(name, patches)}. {_remedy(name)}")
+            raise UsageError(f"there is no patch named {name}; use {_close(name, patches)}. {_remedy(name)}")
     wanted = {patch.key for some in found for patch in some}
     return [patch for patch in patches if not names or patch.key in wanted]
 

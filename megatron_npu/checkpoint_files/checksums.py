@@ -330,7 +330,7 @@ def _read(folder: Path) -> Entries:
     if content["algorithm"] != ALGORITHM:
         raise ValueError(f"the checksum algorithm {content['algorithm']!r} is unknown")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in content["files"]):
-        raise ValueError("the checksum file names files outside its folder")
+        raise ValueError("the checksum file lists files outside its folder")
     return {name: [int(size), str(digest)] for name, (size, digest) in content["files"].items()}
 
 

@@ -39,8 +39,8 @@ def hold(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise UsageError(
-            f"another run is writing to --save {folder} (it holds {folder / NAME}); each run requires its "
-            "own folder",
+            f"another run is writing to --save {folder} (it holds the lock {folder / NAME}); each run "
+            "requires its own folder",
             remedy="Wait for that run or stop it, or use another folder.",
         ) from None
     except OSError:

@@ -34,9 +34,9 @@ def layers_of_gpt(pattern: str) -> int:
     layers = pattern.replace("|", "")
     if not _AS_A_GPT.fullmatch(layers):
         raise UsageError(
-            f"the checkpoint is of a hybrid model with the layer pattern {pattern}, which is not a GPT "
-            "model; only alternating attention and MLP layers (*-*-), or attention and experts (*E*E), "
-            "are supported",
+            f"the checkpoint contains a hybrid model with the layer pattern {pattern}, which cannot be "
+            "loaded as a GPT model; only alternating attention and MLP layers (*-*-), or attention and "
+            "experts (*E*E), are supported",
             remedy="Load it with pretrain_hybrid.py.",
         )
     return len(layers) // 2

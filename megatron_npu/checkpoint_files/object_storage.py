@@ -100,7 +100,10 @@ def opened(address: str) -> Storage:
     except ModuleNotFoundError as error:
         if error.name != "fsspec":
             raise _missing(address, scheme, error) from error
-        raise UsageError(f"{FLAG} {address} requires fsspec", remedy="Run pip install fsspec.") from error
+        raise UsageError(
+            f"{FLAG} {address} requires the package fsspec, which is not installed",
+            remedy="Run pip install fsspec.",
+        ) from error
     except (ImportError, ValueError) as error:  # fsspec's own text names the package
         raise _missing(address, scheme, error) from error
     return Storage(address, system, root)

@@ -50,8 +50,8 @@ def require(flag: str, folder: Path, otherwise: str = "") -> None:
     seen = views(folder)
     if not all(each for each, _ in seen):
         raise UsageError(
-            f"{flag} {folder} must be {_SHARE}, but what {seen[0][1]} (rank 0) writes there is not visible "
-            f"on {_machines(seen, lambda own: not own)}",
+            f"{flag} {folder} must be {_SHARE}, but files that {seen[0][1]} (rank 0) writes there are not "
+            f"visible on {_machines(seen, lambda own: not own)}",
             remedy=f"Mount it on every machine under this path, or use a shared folder{otherwise}.",
         )
 

@@ -127,7 +127,7 @@ def pin(argv: list[str], prog: str = "megatron-npu pin") -> int:
         ) from error
     print(f"{path}: {len(pinned.targets)} targets pinned")
     for target in missing:
-        print(f"{target}: not found, therefore not pinned", file=sys.stderr)
+        print(f"{target}: not found, so it was not pinned", file=sys.stderr)
     return int(bool(missing))
 
 

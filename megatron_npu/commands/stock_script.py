@@ -69,7 +69,7 @@ def _committed(root: Path, name: str) -> bytes:
         content, reason = b"", str(error)
     if not content or b"stock_script.main" in content:
         raise UsageError(
-            f"{root / name} was overwritten by the file with the same name from tests_gpt, and git has no "
+            f"{root / name} was overwritten by the file of the same name from tests_gpt, and git has no "
             f"stock version of it ({reason or 'the committed file is ours too'})",
             remedy=f"Restore the stock {name}, or set {settings.MEGATRON_PATH.name} to another checkout "
             "of Megatron-LM.",

@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--eos-token",
         metavar="TEXT",
-        help="end-of-text token to use if no file of the source specifies one (only with --to megatron)",
+        help="end-of-text token to use if the source's files do not specify one (only with --to megatron)",
     )
     tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (from megatron)")
     return result

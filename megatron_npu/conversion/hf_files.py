@@ -258,7 +258,7 @@ def _stream(file: Path, planned: Mapping[str, Tensor]) -> Generator[None, tuple[
             name, tensor = yield
             shape, dtype = planned[expected].shape, planned[expected].dtype
             if (name, tensor.shape, tensor.dtype) != (expected, shape, dtype):
-                raise AssertionError(f"{name} is not the file that was planned")
+                raise AssertionError(f"the next tensor to write must be the planned one, but got {name}")
             stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor
         files.sync(stream)

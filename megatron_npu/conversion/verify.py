@@ -255,8 +255,8 @@ def _hf_results(
         ).eval()
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of a config.json that it misreads
         raise UsageError(
-            f"transformers {transformers.__version__} cannot load {folder}, which is required to verify the "
-            f"conversion: {_first_line(error)}. Correct its config.json, or pass --proof tensors."
+            f"transformers {transformers.__version__} cannot load the converted model in {folder} to verify "
+            f"the conversion: {_first_line(error)}. Correct its config.json, or pass --proof tensors."
         ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)

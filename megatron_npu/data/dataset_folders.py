@@ -87,7 +87,7 @@ def _is_own(name: str) -> bool:
 def _require(own: bool, place: object, name: str, given: str) -> None:
     if not own:
         raise UsageError(
-            f"{given}: {place} refers to {name!r}, which is not in that folder; the files of a folder may "
+            f"{given}: {place} refers to {name!r}, which is outside its folder; the files of a folder may "
             "refer only to files in the same folder. Put the file into the folder, or pass the file itself "
             "if you want to read it."
         )

@@ -64,7 +64,7 @@ def _require_no_chosen_npus() -> None:
         raise UsageError(
             f"{visible_devices.ASCEND} or {visible_devices.CUDA} selects the NPUs {value}, but this machine "
             "has no such NPUs",
-            remedy=f"List existing NPUs, or set {settings.DEVICE.name}=cpu.",
+            remedy=f"List only existing NPUs in the variable, or set {settings.DEVICE.name}=cpu.",
         )
 
 

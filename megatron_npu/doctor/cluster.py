@@ -57,7 +57,8 @@ def main(folder: str | None, out: str | None) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         raise UsageError(
-            "--cluster was started in only one process, but requires one process per device on every machine",
+            "--cluster requires one process per device on every machine, but it was started in only one "
+            "process",
             remedy="Start it like the job: torchrun … -m megatron_npu doctor --cluster, or srun.",
         )
     device = devices.current()
@@ -211,7 +212,7 @@ def _not_shared(folder: str) -> list[str]:
     own, first = seen[rank][0], os.environ.get("LOCAL_RANK", "0") == "0"
     if own or not first:
         return []
-    return [f"what {seen[0][1]} (rank 0) writes to --folder {folder} is not visible here"]
+    return [f"files that {seen[0][1]} (rank 0) writes to --folder {folder} are not visible here"]
 
 
 # -- what pairs of machines find

@@ -57,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--lm-eval-cut",
         action="store_true",
-        help=(
-            "predict the whole last word, separated from its context as in the task lambada_openai of lm-eval"
-        ),
+        help=("predict the whole last word, separated from its context as in lm-eval's task lambada_openai"),
     )
     add("--results", metavar="FILE", help="write the result of each passage to FILE as JSON lines")
     add("--micro-batch-size", type=positive, default=4, help="number of passages per forward pass")

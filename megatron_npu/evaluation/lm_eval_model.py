@@ -371,7 +371,7 @@ def _check(unknown: dict[str, Any], device: str | None) -> None:
 def _require(context: list[int], continuation: list[int], longest: int) -> None:
     if not context or not 0 < len(continuation) <= longest:
         raise UsageError(
-            f"the example has a context of {len(context)} tokens and a continuation of "
-            f"{len(continuation)}; each must have at least one token, and both together at most "
-            f"{longest} tokens. Remove the example."
+            f"the example has a context of {len(context)} tokens and a continuation of {len(continuation)}; "
+            f"each must have at least one token, and together they must have at most {longest} tokens. "
+            "Remove the example."
         )

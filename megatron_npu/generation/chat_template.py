@@ -131,7 +131,9 @@ def _environment() -> Any:
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _size(operator, left, right) > _MOST:
-                raise SecurityError(f"{operator} would create a value that is too large")
+                raise SecurityError(
+                    f"the template's operator {operator} would create a value that is too large"
+                )
             return super().call_binop(context, operator, left, right)
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -173,7 +175,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, argument: object) -> Any:
         if time.monotonic() > until:
-            raise TimeoutError(f"rendering did not finish within {seconds:g} s")
+            raise TimeoutError(f"rendering the chat template did not finish within {seconds:g} s")
         return look
 
     sys.settrace(look)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"\n{report.markdown()}", end="", flush=True)
         done = sum(row.outcome is not None for row in report.rows)
-        raise KeyboardInterrupt(f"; {done} of {len(report.rows)} rows measured") from None
+        raise KeyboardInterrupt(f"; {done} of {len(report.rows)} rows were measured") from None
     print(f"\n{report.markdown()}", end="", flush=True)
     return int(any(row.outcome is not None and row.outcome.kind == ranks.FAILED for row in report.rows))
 

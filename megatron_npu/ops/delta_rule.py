@@ -45,7 +45,8 @@ def gated_delta_rule(
     if log_decay.shape != q.shape[:3] or beta.shape != q.shape[:3]:
         shapes = tuple(log_decay.shape), tuple(beta.shape)
         raise ValueError(
-            f"decay and beta must have the shape [batch, s, heads] of q {tuple(q.shape)}, but got {shapes}"
+            f"q has the shape {tuple(q.shape)}, so log_decay and beta must have the shape "
+            f"{tuple(q.shape[:3])} ([batch, s, heads]), but got {shapes}"
         )
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"the number of steps in a chunk must be a power of two, but got {chunk}")

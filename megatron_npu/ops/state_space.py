@@ -35,11 +35,13 @@ def selective_scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, c
     if x.dim() != 4 or dt.shape != x.shape[:3] or decay.shape != x.shape[2:3]:
         shapes = tuple(x.shape), tuple(dt.shape), tuple(decay.shape)
         raise ValueError(
-            f"the shapes must be [batch, s, heads, p], [batch, s, heads] and [heads], but got {shapes}"
+            "x, dt and decay must have the shapes [batch, s, heads, p], [batch, s, heads] and [heads], "
+            f"but got {shapes}"
         )
     if b.shape != c.shape or b.dim() != 4 or b.shape[:2] != x.shape[:2] or x.size(2) % b.size(2):
         raise ValueError(
-            f"the shapes of b {tuple(b.shape)} and c {tuple(c.shape)} do not match that of x {tuple(x.shape)}"
+            f"the shapes of b {tuple(b.shape)} and c {tuple(c.shape)} do not match the shape of x "
+            f"{tuple(x.shape)}"
         )
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, but got {chunk}")

@@ -60,9 +60,9 @@ def add(declare: Callable[..., Any]) -> None:
         FLAG,
         action="store_true",
         help=(
-            "set the size of HCCL's buffers to the largest message of each process group, if it is smaller "
-            "than the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take precedence; NPU "
-            "only"
+            "set the size of HCCL's buffers to the largest message of each process group, if that is "
+            "smaller than the default of 2 x 200 MiB; sizes in --nccl-communicator-config-path take "
+            "precedence; NPU only"
         ),
     )
 

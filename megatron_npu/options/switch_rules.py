@@ -312,7 +312,7 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
     names = (os.environ.get("CXX"), "g++", "clang++")
     if device == "cpu" and not any(name and shutil.which(name) for name in names):
         raise UsageError(
-            f"{word} requires a C++ compiler on a CPU, because torch.compile generates C++ code there, but "
+            f"on a CPU, {word} requires a C++ compiler, because torch.compile generates C++ code there, but "
             "none was found (g++, clang++ or the compiler named by the variable CXX)",
             remedy="Install one (apt-get install g++), or remove the switch.",
         )

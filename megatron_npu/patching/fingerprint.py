@@ -15,7 +15,7 @@ _SILENT_FIELDS = frozenset({"ctx", "type_comment", "kind", "annotation", "return
 
 
 def fingerprint(nodes: Iterable[ast.AST]) -> str:
-    """Return a hash of the meaning of syntax trees, which does not depend on formatting.
+    """Return a hash of syntax trees that depends on the code's meaning and not on its formatting.
 
     Positions, comments, docstrings and annotations are ignored. The hashed text has our own format, so unlike
     that of ``ast.dump`` it does not depend on the Python version.

@@ -303,13 +303,13 @@ def _validate(patch: Patch) -> None:
         raise ValueError(f"{patch.origin}: the patch of {patch.target} must give a reason (why)")
     if patch.order and patch.kind not in CALLERS:
         raise ValueError(
-            f"{patch.origin}: {patch.kind} of {patch.target} must not have an order, because it does "
-            "not call the original"
+            f"{patch.origin}: the {patch.kind} patch of {patch.target} must not have an order, because it "
+            "does not call the original"
         )
     if patch.upstream_bug and not patch.until.strip():
         raise ValueError(
-            f"{patch.origin}: the fix of an upstream bug in {patch.target} must name the version that fixes "
-            "it (until)"
+            f"{patch.origin}: the fix for an upstream bug in {patch.target} must name the version that "
+            "fixes it (until)"
         )
     if patch.versions:
         from packaging.specifiers import SpecifierSet  # InvalidSpecifier is a ValueError
@@ -326,8 +326,8 @@ def _refuse_conflict(first: Patch, second: Patch) -> None:
         raise PatchConflict(f"{first.target} is replaced twice: by {both}")
     if {first.kind, second.kind} <= CALLERS and first.order == second.order and first.file != second.file:
         raise PatchConflict(
-            f"{first.target} is patched in two files: by {both}. Set order={first.order + 1} on the outer "
-            "patch"
+            f"{first.target} is patched by {both}, but the order of the two is not defined. Set "
+            f"order={first.order + 1} on the outer patch"
         )
 
 

@@ -161,8 +161,8 @@ def require_covered(job: Job, device: str) -> None:
         )
     if device == "cuda" and job.routes_freely and job.family != "megatron_core":
         raise UsageError(
-            f"--device cuda does not support the experts of {job.family}, whose token counts are not known "
-            "before they are computed",
+            f"--device cuda does not support the experts of {job.family}, because the number of tokens per "
+            "expert is known only at run time",
             remedy="Use --device npu.",
         )
 
@@ -190,7 +190,7 @@ def _reject_pages(options: Namespace) -> None:
     for flag in ("html", "timeline"):
         if getattr(options, flag) is not None:
             raise UsageError(
-                f"--{flag} does not support --search, which runs many layouts",
+                f"--{flag} cannot be used with --search, which runs many layouts",
                 remedy=f"Remove --{flag}, or plan one of the layouts without --search.",
             )
 

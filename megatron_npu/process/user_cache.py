@@ -164,7 +164,7 @@ def opened_file(folder: int, path: Path, remedy: str) -> int | None:
         raise unusable(path, error, remedy) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UsageError(f"{path} must be a library, but is not a regular file", remedy=remedy)
+            raise UsageError(f"{path} must be a library, but it is not a regular file", remedy=remedy)
         _require_own(path, descriptor, remedy)
     except BaseException:
         os.close(descriptor)
@@ -266,7 +266,9 @@ def _wait(lock: BaseFileLock, longest: float, remedy: str) -> None:
         lock.acquire(timeout=longest)
     except Timeout:
         raise UsageError(
-            f"another process has held {lock.lock_file} for {longest:.0f} s",
-            remedy=f"If it is not compiling any more, end it (fuser {lock.lock_file} prints its number) "
-            f"and start again. {remedy}",
+            f"another process has held the lock {lock.lock_file} for {longest:.0f} s",
+            remedy=(
+                f"If it is not compiling any more, end it (fuser {lock.lock_file} prints its process ID) "
+                f"and start again. {remedy}"
+            ),
         ) from None

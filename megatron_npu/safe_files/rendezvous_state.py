@@ -37,7 +37,9 @@ class _StateUnpickler(DataUnpickler):
             return getattr(importlib.import_module(module), name)
         if module == "datetime" and name in _TIMES:
             return _TIMES[name]
-        raise pickle.UnpicklingError(f"the value names {module}.{name}")
+        raise pickle.UnpicklingError(
+            f"the stored value refers to {module}.{name}, which a rendezvous state must not contain"
+        )
 
     def check_change(self, made: Any) -> None:
         """Check that state is set only on rendezvous objects that this value has created.
@@ -46,7 +48,10 @@ class _StateUnpickler(DataUnpickler):
             UnpicklingError: ``made`` is something else.
         """
         if type(made).__module__ != MODULE or type(made).__name__ not in _STATE:
-            raise pickle.UnpicklingError(f"the value sets the state of a {type(made).__name__}")
+            raise pickle.UnpicklingError(
+                f"the stored value sets attributes of a {type(made).__name__}, which a rendezvous "
+                "state must not do"
+            )
 
 
 def __getattr__(name: str) -> Any:
@@ -64,7 +69,9 @@ def loads(value: bytes) -> Any:
     try:
         state = _StateUnpickler(io.BytesIO(value)).load()
         if type(state).__name__ != _STATE[0]:
-            raise pickle.UnpicklingError(f"the value is a {type(state).__name__}")
+            raise pickle.UnpicklingError(
+                f"the stored value is a {type(state).__name__} instead of a rendezvous state"
+            )
     except Exception as error:  # a broken pickle raises whatever it stumbles over
         reason = (str(error).partition("\n")[0] or type(error).__name__)[:_LONGEST]
         raise RendezvousStateError(

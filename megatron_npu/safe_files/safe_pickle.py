@@ -38,7 +38,9 @@ class _ArrayUnpickler(DataUnpickler):
             UnpicklingError: ``made`` is something else.
         """
         if not isinstance(made, (checked_numpy.CheckedArray, checked_numpy.CheckedDtype)):
-            raise pickle.UnpicklingError(f"the pickle sets the state of a {type(made).__name__}")
+            raise pickle.UnpicklingError(
+                f"the pickle sets attributes of a {type(made).__name__}, which is not a numpy array or dtype"
+            )
 
 
 def __getattr__(name: str) -> Any:

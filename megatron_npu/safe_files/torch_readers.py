@@ -99,7 +99,10 @@ class _MetadataUnpickler(DataUnpickler):
         # 0.16's MCoreSavePlan, with which it reads what 0.12 wrote, is no dataclass
         own = dataclasses.is_dataclass(made) or type(made).__module__ == _OF_MEGATRON
         if isinstance(made, type) or not own:
-            raise refusal("the checkpoint's .metadata", f"the file sets the state of {made!r}")
+            raise refusal(
+                "the checkpoint's .metadata",
+                f"the file sets attributes of {made!r}, which a checkpoint must not do",
+            )
 
 
 def _load_metadata(stream: IO[bytes]) -> Any:
@@ -107,7 +110,9 @@ def _load_metadata(stream: IO[bytes]) -> Any:
         metadata = _MetadataUnpickler(io.BytesIO(stream.read())).load()
         # 0.16 has a MCoreMetadata that is not one of torch's, to read what 0.15 wrote
         if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-            raise ValueError(f"the file contains a {type(metadata).__name__}")
+            raise ValueError(
+                f"the file must contain torch's Metadata, but it contains a {type(metadata).__name__}"
+            )
         return metadata
     except (UsageError, OSError):
         raise
@@ -141,7 +146,7 @@ def stored_value(folder: Path, key: str) -> bytes:
             index = _load_metadata(stream)
         place = next((place for name, place in index.storage_data.items() if name.fqn == key), None)
         if place is None:
-            raise ValueError("the index does not contain the position of a tensor")
+            raise ValueError("the checkpoint's index lacks the position of a tensor")
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{place.relative_path} is not a valid file name")
         file = folder / place.relative_path

@@ -53,7 +53,7 @@ def broadcast_data(
         )
     for key in keys:
         if data[key].dtype != datatype:
-            raise TypeError(f"{key} has data type {data[key].dtype} which is different than {datatype}")
+            raise TypeError(f"{key} must have data type {datatype}, but it has {data[key].dtype}")
     return {key: data[key].to(devices.current().torch_device()) for key in keys}
 
 

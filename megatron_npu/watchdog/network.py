@@ -77,7 +77,7 @@ def _of_interface(name: str) -> str:
     found = [each.address for each in psutil.net_if_addrs().get(name, []) if each.family in _FAMILIES]
     if not found:
         raise UsageError(
-            f"{INTERFACE} is set to {name}, which names no interface with an address on "
+            f"{INTERFACE} is set to {name}, which is not an interface with an address on "
             f"{socket.gethostname()}; the interfaces with an address are: "
             f"{', '.join(interfaces()) or 'none'}",
             remedy="Export the interface of the cluster's network.",

@@ -20,7 +20,8 @@ def private(rank: int, port: int, machines: str) -> None:
     os.chdir(Path(machines) / str(rank))
     _join(rank, port)
     with pytest.raises(
-        UsageError, match=r"--save save must be a folder .* what .* \(rank 0\) writes there is not visible on"
+        UsageError,
+        match=r"--save save must be a folder .* files that .* \(rank 0\) writes there are not visible on",
     ):
         shared_folder.require("--save", SAVE)
     with pytest.raises(UsageError, match=r"iter_0000002 on .* \(rank 0\); no checkpoint on .* \(rank 1\)"):

@@ -128,7 +128,7 @@ def test_a_disk_on_each_machine_is_refused_in_one_line(command, tmp_path):
             machine.terminate()
             machine.communicate()
     assert machines[0].returncode == 1
-    line = r"error: --save save must be .* \(rank 0\) writes there is not visible on .* \(rank 1\)\. "
+    line = r"error: --save save must be .* \(rank 0\) writes there are not visible on .* \(rank 1\)\. "
     assert re.search(line, told), told
     assert not [*tmp_path.glob("*/save/iter_*")]
 

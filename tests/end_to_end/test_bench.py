@@ -134,7 +134,7 @@ def test_ctrl_c_leaves_what_is_measured(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(command.ranks, "run", run)
     path = tmp_path / "table.json"
-    with pytest.raises(KeyboardInterrupt, match="; 1 of 7 rows measured"):
+    with pytest.raises(KeyboardInterrupt, match="; 1 of 7 rows were measured"):
         command.main(["--suite", "3d", "--devices", "2", "--json", str(path), *SIZE])
     assert "not measured" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]

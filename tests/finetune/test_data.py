@@ -200,8 +200,9 @@ def _broken(folder: Path) -> argparse.Namespace:
 BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
     "one row": (
         _lonely,
-        "1 rows are too few to split into training and validation rows with --validation-fraction 0.1. Add "
-        "a file validation.jsonl, or pass",
+        "the number of rows, 1, is too small for a split into training and validation rows with "
+        "--validation-fraction 0.1. Add "
+        "a file named validation.jsonl, or pass",
     ),
     "nothing to train on": (_without_train, "its splits are 'validation'"),
     "an empty part": (_empty, "a split has no rows"),
@@ -472,9 +473,9 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 1, 5],
             [0],
-            "the labels are 0, 1, 5, but 2, 3, 4 do not occur. Use every number from 0 to 5,",
+            "the labels 0, 1, 5, but not 2, 3, 4. Use every number from 0 to 5,",
         ),
-        ([1, 3], [1], "the labels are 1, 3, but 2 do not occur. Use every number from 1 to 3,"),
+        ([1, 3], [1], "the labels 1, 3, but not 2. Use every number from 1 to 3,"),
         (
             [1, 2],
             [0],
@@ -484,7 +485,7 @@ def test_labels_are_numbers_names_or_of_the_data_set_s_own() -> None:
         (
             [0, 10**15],
             [0],
-            "the labels are 0, 1000000000000000, but 1, 2, 3, 4, 5, 6, 7, 8, … do not occur",
+            "the labels 0, 1000000000000000, but not 1, 2, 3, 4, 5, 6, 7, 8, …",
         ),
     ],
 )

@@ -127,7 +127,7 @@ def hostile(folder: Path) -> None:
     [
         (None, ("--global-batch-size", 4), "--global-batch-size is 4, but it was 8 in "),
         (None, ("--seed", 1), "--seed is 1, but it was 1234 in "),
-        (altered, (), "does not describe a run"),
+        (altered, (), "does not describe a training run"),
         (cut, (), "has 100 bytes instead of "),
         (hostile, (), " names posix.mkdir"),
     ],

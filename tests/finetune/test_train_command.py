@@ -118,7 +118,10 @@ def test_a_data_set_may_be_named_alone() -> None:
             "--epochs 1 cannot be used with --task pretraining",
         ),
         ("--user-script nowhere.py", "must be a Python file, but nowhere.py does not exist"),
-        (r"--task sequence_classification \  ", "a backslash is followed by a space or a comment"),
+        (
+            r"--task sequence_classification \  ",
+            "a backslash in the command is followed by a space or a comment",
+        ),
         (
             f"--user-script {SLOW} --tensor-model-parallel-size 2 --nproc-per-node 1",
             "the number of processes must be a multiple of 2",

@@ -316,7 +316,7 @@ def test_bad_calls(device, change, message):
         (
             [(4, 2, 8)] * 3,
             {"layout": "TND"},
-            "layout TND requires packed, which gives the lengths of the sequences",
+            "layout TND requires the argument packed, which gives the lengths of the sequences",
         ),
     ],
 )

@@ -221,7 +221,7 @@ def test_what_is_written_to_shares_no_memory():
 )
 def test_numbers_that_attention_cannot_have(wrong):
     tensors, weighting = _attention("single")
-    with pytest.raises(ValueError, match="repeats that divides 4, a keep from 1 to 65536"):
+    with pytest.raises(ValueError, match="repeats that divides 4, a keep value from 1 to 65536"):
         abi.attention_forward(tuple(tensors[:3]), weighting._replace(**wrong), *tensors[3:], "single")
 
 

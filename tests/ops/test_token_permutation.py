@@ -52,5 +52,5 @@ def test_without_probabilities_there_are_none(device):
 
 @pytest.mark.parametrize("copies", [0, 5])
 def test_copies_that_do_not_fit(copies):
-    with pytest.raises(ValueError, match="with 1 to e copies"):
+    with pytest.raises(ValueError, match="the number of copies must be from 1 to e"):
         permute_tokens(torch.ones(3, 8), routing(3, 4, 2, 0), None, copies)

@@ -75,7 +75,7 @@ def test_devices_that_are_listed_but_do_not_exist_are_an_error(simulated, tmp_pa
     start = [sys.executable, "-m", "megatron_npu", "run", "--redirect", str(script)]
     done = simulated("env", *start, MEGATRON_NPU_SIM_DEVICES="2", CUDA_VISIBLE_DEVICES="4,5")
     assert done.returncode == 2
-    assert "selects the NPUs 4,5, but this machine has no such NPUs. List existing NPUs" in done.stdout
+    assert "selects the NPUs 4,5, but this machine has no such NPUs. List only existing NPUs" in done.stdout
     hidden = simulated("env", *start, MEGATRON_NPU_SIM_DEVICES="2", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.stdout.splitlines()[-1] == "cpu"
 

@@ -232,8 +232,11 @@ def few_gigabytes():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"Nr" + (2**31).to_bytes(4, "little") + b".", "the file contains a NoneType"),
-        (b"Np2147483648\n.", "the file contains a NoneType"),
+        (
+            b"Nr" + (2**31).to_bytes(4, "little") + b".",
+            "must contain torch's Metadata, but it contains a NoneType",
+        ),
+        (b"Np2147483648\n.", "must contain torch's Metadata, but it contains a NoneType"),
         (b"\x96" + (2**40).to_bytes(8, "little") + b".", "invalid: 150"),
     ],
 )
@@ -253,7 +256,7 @@ def test_what_others_use_is_not_changed(changed, state):
     """With a state for a class a file could make every path of the process mean another one."""
     with pytest.raises((UsageError, ValueError)) as refused:
         torch_readers._load_metadata(io.BytesIO(f"{changed}{state}b0".encode() + metadata()))
-    assert "sets the state of" in str(refused.value)
+    assert "sets attributes of" in str(refused.value)
     assert str(Path("/here")) == "/here"
 
 

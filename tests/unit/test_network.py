@@ -23,7 +23,8 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(
         UsageError,
-        match=r"GLOO_SOCKET_IFNAME is set to none0, which names no .*the interfaces with an address are: ",
+        match=r"GLOO_SOCKET_IFNAME is set to none0, which is not an interface .*"
+        r"the interfaces with an address are: ",
     ):
         network.own_address()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -111,7 +111,7 @@ def test_several_names_and_none(patches: list[Patch]) -> None:
 def test_an_unknown_name_is_told_close_ones(name: str, close: str, patches: list[Patch]) -> None:
     with pytest.raises(UsageError) as refused:
         called([name], patches)
-    assert str(refused.value).startswith(f"there is no patch called {name}; use ")
+    assert str(refused.value).startswith(f"there is no patch named {name}; use ")
     assert close in str(refused.value)
     assert "megatron-npu ledger --static" in str(refused.value)
 

@@ -67,7 +67,7 @@ def test_what_is_larger_than_a_dry_run_knows_is_not_sent(here: Any, tmp_path: Pa
 
 
 def test_a_rank_that_expects_another_size_is_told(here: Any, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"sends 32 bytes, but this rank receives 24 bytes"):
+    with pytest.raises(RuntimeError, match=r"sends 32 bytes, but this rank expects 24 bytes"):
         received(here, tmp_path, [torch.arange(4)], [torch.zeros(3, dtype=torch.int64)])
 
 

@@ -65,7 +65,7 @@ def test_torchrun_executes_nothing_that_lies_in_its_store(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("megatron_npu: error: ")]
     assert len(told) == 1
-    assert " names posix.mkdir" in told[0]
+    assert " refers to posix.mkdir" in told[0]
 
 
 def test_two_agents_meet_through_the_guarded_reader(tmp_path: Path) -> None:

@@ -38,5 +38,5 @@ def test_a_compiler_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch) 
     monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
     failed = subprocess.CompletedProcess([], 1, "", "noise\nhooks.cpp: fatal error: no space\n")
     monkeypatch.setattr(library.subprocess, "run", lambda *arguments, **options: failed)
-    with pytest.raises(UsageError, match=r"cannot compile the fake CUDA: hooks\.cpp: fatal error"):
+    with pytest.raises(UsageError, match=r"cannot compile the fake CUDA library: hooks\.cpp: fatal error"):
         library.built()

@@ -142,5 +142,5 @@ def test_mpu_has_the_names_of_core_and_broadcasts_among_one():
         mpu.nothing_like_this  # noqa: B018
     data = {"a": torch.arange(3), "b": torch.arange(2)}
     assert mpu.broadcast_data(["a"], data, torch.int64)["a"].tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match="a has data type"):
+    with pytest.raises(TypeError, match="a must have data type"):
         mpu.broadcast_data(["a"], data, torch.int32)

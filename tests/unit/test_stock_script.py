@@ -67,8 +67,7 @@ def test_says_that_git_does_not_have_what_was_overwritten(megatron):
     (megatron / "megatron_npu" / "tests_gpt" / "pretrain_gpt.py").replace(moved)
     said = refused(moved)
     assert (
-        f"pretrain_gpt.py: error: {moved} was overwritten by the file with the same name from tests_gpt"
-        in said
+        f"pretrain_gpt.py: error: {moved} was overwritten by the file of the same name from tests_gpt" in said
     )
     assert "Restore the stock pretrain_gpt.py, or set MEGATRON_LM_PATH" in said
 

@@ -72,9 +72,9 @@ def refuse_other_models(args: Any, pipeline: bool) -> None:
         return
     remedy = "Add --no-pipeline-parallel." if hasattr(args, "ds_pipeline_enabled") else "Remove --deepspeed."
     raise UsageError(
-        "--deepspeed requires a model that upstream builds as a pipeline, such as GPT, because its "
-        "training loop calls the pipeline engine; upstream does not build models such as BERT and T5 as a "
-        f"pipeline. {remedy}"
+        "--deepspeed requires a model that upstream builds as a pipeline, such as GPT, because with this "
+        "flag the training loop calls DeepSpeed's pipeline engine; upstream does not build models such as "
+        f"BERT and T5 as a pipeline. {remedy}"
     )
 
 

@@ -250,14 +250,15 @@ def refuse_configuration(args: argparse.Namespace, *, pipeline: bool, remedy: st
     stage = zero_stage(args, config)
     if pipeline and stage > HIGHEST_STAGE_OF_A_PIPELINE:
         raise UsageError(
-            f"ZeRO stage {stage} cannot be used with --deepspeed and a pipeline model: --zero-stage, also "
-            f"in the configuration, must be 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, because DeepSpeed's "
-            f"pipeline engine shards only the optimizer states. {remedy}"
+            f"ZeRO stage {stage} cannot be used with --deepspeed and a pipeline model: --zero-stage and the "
+            f"stage in DeepSpeed's configuration must be 0 or {HIGHEST_STAGE_OF_A_PIPELINE}, because "
+            f"DeepSpeed's pipeline engine shards only the optimizer states. {remedy}"
         )
     if (config.get("fp16") or {}).get("enabled") and devices.current().name == "cpu":
         raise UsageError(
-            "fp16 cannot be used with --deepspeed on a CPU, because DeepSpeed does not support fp16 on CPUs. "
-            "Train with --bf16, or without --deepspeed, because Megatron-DeepSpeed's own fp16 runs on a CPU."
+            "fp16 cannot be used with --deepspeed on a CPU, because DeepSpeed does not support fp16 on "
+            "CPUs. Train with --bf16, or remove --deepspeed, because Megatron-DeepSpeed's own fp16 works "
+            "on CPUs."
         )
 
 

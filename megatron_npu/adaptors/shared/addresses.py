@@ -52,8 +52,9 @@ def _require_client(given: str, place: str, args: Any) -> None:
         )
     if not module.MultiStorageClientFeature.is_enabled():
         raise UsageError(
-            f"{given} requires the multi-storage-client package, without --disable-msc. Install it with the "
-            "extra for your storage backend: pip install multi-storage-client[boto3]."
+            f"{given} requires the multi-storage-client package, and --disable-msc must not be given. "
+            "Install the package with the extra for your storage backend: pip install "
+            "multi-storage-client[boto3]."
         )
 
 
@@ -61,7 +62,7 @@ def _require_format(given: str, args: Any) -> None:
     if args.ckpt_format != "torch_dist":
         raise UsageError(
             f"{given} cannot be used with --ckpt-format {args.ckpt_format}, because upstream writes only "
-            "torch_dist to addresses. Use --ckpt-format torch_dist."
+            "the torch_dist format to msc:// addresses. Use --ckpt-format torch_dist."
         )
     for name in _OURS:
         if getattr(args, name, False):

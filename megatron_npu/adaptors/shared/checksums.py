@@ -1,4 +1,4 @@
-"""Write and verify checksums of stock scripts' checkpoints, for all upstreams.
+"""Write and verify checksums for the checkpoints of stock scripts from every upstream.
 
 Checksums are written with each checkpoint, before the tracker names the checkpoint, and are verified while it
 is loaded. ``--load-last-good`` skips damaged checkpoints.

@@ -27,7 +27,7 @@ WHY_WATCHED = (
 
 
 def allow_no_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, whatever value the script passes."""
+    """Call ``initialize_megatron`` with ``allow_no_cuda=True``, regardless of the value in the script."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.arguments["allow_no_cuda"] = True
     return original(*given.args, **given.kwargs)

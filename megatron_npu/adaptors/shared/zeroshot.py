@@ -31,8 +31,8 @@ def keep_the_end(original: Callable[[], Any]) -> Any:
         if surplus >= max(len(tokens), 1):
             raise UsageError(
                 f"a passage's last word has {len(answer)} tokens, which is too long for --seq-length "
-                f"{dataset.seq_len}: there must be enough positions for the word and a token before it. Use "
-                "a model with more positions."
+                f"{dataset.seq_len}: there must be enough positions for the word and at least one token "
+                "before it. Use a model with more positions."
             )
         if surplus > 0:
             del tokens[:surplus]

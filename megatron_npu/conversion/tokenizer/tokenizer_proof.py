@@ -51,9 +51,9 @@ def require_equal(ours: Tokenizer, theirs: Any) -> str:
     found = difference(ours, theirs)
     if found is not None:
         raise UsageError(
-            f"the {type(ours).__name__} and the tokenizer of transformers must produce the same tokens, but "
-            f"they differ: {found}. Nothing was written, because the model would read and write different "
-            "tokens than in training."
+            f"the {type(ours).__name__} and transformers' tokenizer must produce the same tokens, but they "
+            f"differ: {found}. Nothing was written, because the model would read and write different tokens "
+            "than in training."
         )
     line = f"both tokenizers agree on {len(_texts(ours, theirs))} texts and {len(ours.vocabulary)}"
     return f"{line} tokens; a text ends with {theirs.eos_token} ({ours.eod})"

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="read a Hugging Face dataset, or csv, json, parquet or arrow files, instead of --input",
     )
-    add("--hf-name", metavar="PART", help="configuration of a --hf-dataset that has several")
+    add("--hf-name", metavar="PART", help="configuration to use if the --hf-dataset has several")
     add("--hf-split", default="train", metavar="SPLIT", help="split of the --hf-dataset")
     bad_rows.add_flag(add)
     _add_tokenizer(result.add_argument_group("tokenizer").add_argument)

@@ -66,10 +66,9 @@ def require_plausible(path: str, size: int) -> None:
     """
     if size > MOST_BYTES and Path(path).suffix in ENDINGS:
         raise UsageError(
-            f"--input {path} contains a document of over {MOST_BYTES:,} bytes after "
-            "decompression, but a document must be smaller, because several copies of it must "
-            "fit into memory. Check where the file is from; if the document is really this "
-            "large, decompress the file first."
+            f"--input {path} contains a document of over {MOST_BYTES:,} bytes after decompression, but a "
+            "document must be smaller, because several copies of it must fit into memory. Check the origin "
+            "of the file; if the document is really this large, decompress the file first."
         )
 
 

@@ -233,8 +233,8 @@ def _require_new(prefix: str, parts: Sequence[Opened]) -> None:
         )
     if any(place.exists() and place.samefile(f"{part.prefix}.bin") for part in parts):
         raise UsageError(
-            f"--output-prefix {prefix} is one of the merged datasets, but it must not be among the inputs. "
-            "Pass another --output-prefix."
+            f"--output-prefix {prefix} is one of the datasets to merge, but the output must be a new "
+            "dataset. Pass another --output-prefix."
         )
 
 

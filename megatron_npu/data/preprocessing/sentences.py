@@ -32,8 +32,8 @@ class Sentences:
             model = punkt.PunktTokenizer(self.language)
         except (LookupError, ValueError) as error:
             raise UsageError(
-                f"--split-sentences --lang {self.language}: nltk has no sentence model installed for this "
-                "language; it must be a language in nltk's punkt_tab data, such as english. Download the "
+                f"--split-sentences --lang {self.language}: nltk's sentence model for this language is not "
+                "installed; it must be a language in nltk's punkt_tab data, such as english. Download the "
                 "data: python -m nltk.downloader punkt_tab (set NLTK_DATA to its folder if needed)."
             ) from error
         if not self.keep_newlines:
@@ -46,8 +46,8 @@ def _punkt() -> Any:
         from nltk.tokenize import punkt
     except ImportError as error:
         raise UsageError(
-            f"--split-sentences requires the package nltk 3.9 or newer, which splits sentences ({error}). "
-            "Install it: pip install nltk, and its data: python -m nltk.downloader punkt_tab."
+            f"--split-sentences requires nltk 3.9 or newer to split sentences ({error}). Install it: pip "
+            "install nltk, and its data: python -m nltk.downloader punkt_tab."
         ) from error
     return punkt
 

@@ -133,9 +133,9 @@ def _require_bounded(model: Tokenizer, path: Path) -> None:
         longest = _growth(json.loads(part.__getstate__()))
         if longest > _LONGEST_REPLACEMENT:
             raise UsageError(
-                f"{path} replaces one character of a text with up to {longest} characters, but at most "
-                f"{_LONGEST_REPLACEMENT} are possible",
-                remedy="Do not use it if you do not trust it.",
+                f"the tokenizer {path} replaces one character of a text with up to {longest} characters, "
+                f"but at most {_LONGEST_REPLACEMENT} are allowed",
+                remedy="Do not use this tokenizer if you do not trust its source.",
             )
 
 

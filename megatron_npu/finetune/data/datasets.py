@@ -283,9 +283,9 @@ def _split(name: str, count: int, fraction: float, seed: int) -> dict[str, Seque
     if not 0 < rows < count:
         kind = "".join(Path(name).suffixes) if Path(name).is_file() else ".csv"
         raise UsageError(
-            f"--data-path {name}: {count} rows are too few to split into training and validation rows with "
-            f"--validation-fraction {fraction:g}. Add a file validation{kind}, or pass a larger "
-            "--validation-fraction."
+            f"--data-path {name}: the number of rows, {count}, is too small for a split into training and "
+            f"validation rows with --validation-fraction {fraction:g}. Add a file named validation{kind}, "
+            "or pass a larger --validation-fraction."
         )
     numbered = _library().Dataset.from_dict({"row": range(count)})
     both = numbered.train_test_split(test_size=rows, seed=seed)

@@ -202,9 +202,9 @@ def _of_numbers(trained: set[int], own: Sequence[str]) -> tuple[Sequence[int], l
     absent = list(itertools.islice(left, _SHOWN + 1))
     if absent and count > len(own):
         raise UsageError(
-            f"the labels are {_few(sorted(trained))}, but {_few(absent)} do not occur. Use every number "
-            f"from {first} to {count - 1}, write the labels as text, or use a model whose config.json names "
-            f"{count} classes in id2label."
+            f"the training data has the labels {_few(sorted(trained))}, but not {_few(absent)}. Use "
+            f"every number from {first} to {count - 1}, write the labels as text, or use a model whose "
+            f"config.json names {count} classes in id2label."
         )
     if absent:
         line = "no training row has the label %s, although the model has %d labels"

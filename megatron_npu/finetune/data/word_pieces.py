@@ -82,7 +82,7 @@ def _of_transformers(args: Namespace) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type}: there is no tokenizer in {name}. The tokenizer that "
-            "the data was created with is required. Pass --tokenizer-model DIR, or --tokenizer-type "
+            f"--tokenizer-type {args.tokenizer_type}: there is no tokenizer in {name}. The tokenizer with "
+            "which the data was created is required. Pass --tokenizer-model DIR, or --tokenizer-type "
             "BertWordPieceLowerCase --vocab-file vocab.txt."
         ) from error

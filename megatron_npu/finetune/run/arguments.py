@@ -179,8 +179,8 @@ def _refuse_blanks(argv: Sequence[str]) -> None:
     """Reject a blank argument, which a shell passes if a space follows a backslash at the end of a line."""
     if any(not word.strip() and word for word in argv):
         raise UsageError(
-            "a backslash is followed by a space or a comment; it must be the last character of a line that "
-            "continues. Remove what follows the backslash, because the shell ends the command there."
+            "a backslash in the command is followed by a space or a comment; it must be the last character "
+            "of its line. Remove what follows the backslash, because the shell ends the command there."
         )
 
 

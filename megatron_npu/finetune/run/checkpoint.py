@@ -152,7 +152,7 @@ def _description(place: Path) -> dict[str, Any]:
         found = json.loads(files.text(path))
         checkpoint_description.require_known_format(path, found)
         if type(found["iteration"]) is not int or not isinstance(found["arguments"], dict):
-            raise ValueError("the file does not describe a run")
+            raise ValueError("the file does not describe a training run")
         return found
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

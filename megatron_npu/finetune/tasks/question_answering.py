@@ -307,7 +307,7 @@ def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[s
 def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
         raise UsageError(
-            f"the answer {text!r} to {question!r} does not occur in the context at the given position. "
+            f"the answer {text!r} to {question!r} does not occur at its given position in the context. "
             "Correct the row."
         )
 

@@ -169,7 +169,7 @@ class Sampler:
         if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
             raise UsageError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}, but ids must be from 0 to "
-                f"{self.vocabulary - 1}, the model's vocabulary",
+                f"{self.vocabulary - 1}, the last id of the model's vocabulary",
                 remedy="Use the tokenizer that the model was trained with.",
             )
 

@@ -121,10 +121,14 @@ def check_packed(packed: PackedSequences | None, layout: str, mask: Tensor | Non
     """
     if packed is None:
         if layout == "TND":
-            raise ValueError("layout TND requires packed, which gives the lengths of the sequences")
+            raise ValueError(
+                "layout TND requires the argument packed, which gives the lengths of the sequences"
+            )
         return
     if mask is not None:
-        raise ValueError("mask must be None for packed sequences, whose lengths define what is visible")
+        raise ValueError(
+            "mask must be None for packed sequences, whose lengths define which keys are visible"
+        )
     if len(packed.query_lengths) != len(packed.key_lengths):
         raise ValueError(
             f"packed must have as many query lengths as key lengths, but got {len(packed.query_lengths)} "

@@ -387,8 +387,8 @@ def _call_of(factors: tuple[Tensor, Tensor, Tensor], weighting: Weighting, dtype
     repeats, keep = weighting.repeats, weighting.keep
     if repeats < 1 or rows % repeats or not 1 <= keep <= LEVELS or max(abs(begin), abs(end)) > _FURTHEST:
         raise ValueError(
-            f"attention with {rows} rows requires a number of repeats that divides {rows}, a keep from 1 to "
-            f"{LEVELS}, and limits of at most {_FURTHEST} keys, but got {weighting}"
+            f"attention with {rows} rows requires a number of repeats that divides {rows}, a keep value "
+            f"from 1 to {LEVELS}, and limits of at most {_FURTHEST} keys, but got {weighting}"
         )
     return _Call(
         _rows("query", query, dtype, (heads, rows, size)),

@@ -39,8 +39,8 @@ def permute_tokens(
         or not 0 < copies <= routing_map.size(1)
     ):
         raise ValueError(
-            "tokens and routing_map must have the shapes [t, h] and [t, e], with 1 to e copies, but got "
-            f"{tuple(tokens.shape)}, {tuple(routing_map.shape)} and {copies} copies"
+            "tokens and routing_map must have the shapes [t, h] and [t, e], and the number of copies must "
+            f"be from 1 to e, but got {tuple(tokens.shape)}, {tuple(routing_map.shape)} and {copies} copies"
         )
     rows, kept, positions = _permute(tokens, routing_map, probs, copies)
     return rows, None if probs is None else kept, positions

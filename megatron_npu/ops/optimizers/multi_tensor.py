@@ -48,7 +48,7 @@ class MultiTensorApply:
 def multi_tensor_l2norm(
     chunk_size: int, overflow: Tensor | None, tensor_lists: TensorLists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the L2 norm of all tensors in the first list together, in fp32 ``[1]``.
+    """Return the L2 norm over all tensors in the first list, as an fp32 tensor of shape ``[1]``.
 
     Args:
         tensor_lists: one list of tensors on one device; sums are fp32 for every dtype.
@@ -210,7 +210,7 @@ def unscale(tensors: list[Tensor], found: Tensor, factor: float | Tensor) -> Non
 
 
 def _scale_reference(tensors: list[Tensor], found: Tensor, factor: Tensor) -> None:
-    """Compute ``unscale`` in plain torch, with ``found`` and ``factor`` in fp32 ``[1]``."""
+    """Compute ``unscale`` in plain torch; ``found`` and ``factor`` are fp32 tensors of shape ``[1]``."""
     for tensor in tensors:
         found.masked_fill_(~tensor.isfinite().all(), 1.0)
         tensor.mul_(factor)

@@ -32,7 +32,7 @@ def load() -> None:
         RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
-        raise RuntimeError("the fake CUDA must be loaded before torch")
+        raise RuntimeError("the fake CUDA library must be loaded before torch")
     # what torch.compile makes for CUDA needs Triton and a driver: its functions run as they are written
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch = site.torch_directory() / "lib"
@@ -67,6 +67,6 @@ def _build(folder: Path) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-200:]]
         raise UsageError(
-            f"g++ cannot compile the fake CUDA: {errors[0].strip()}. g++ 11 or newer is required. Install a "
-            "newer compiler, or free some space if the disk is full."
+            f"g++ cannot compile the fake CUDA library: {errors[0].strip()}. g++ 11 or newer is required. "
+            "Install a newer compiler, or free some space if the disk is full."
         )

@@ -97,7 +97,7 @@ def _read(folder: Path, name: str, tensor: torch.Tensor) -> None:
     content = (folder / path.read_text(encoding="utf-8")).read_bytes()
     if len(content) != _size(tensor):
         raise RuntimeError(
-            f"a broadcast sends {len(content)} bytes, but this rank receives {_size(tensor)} bytes "
+            f"a broadcast sends {len(content)} bytes, but this rank expects {_size(tensor)} bytes "
             f"({tensor.dtype}, {list(tensor.shape)})"
         )
     _wait_for(tensor)

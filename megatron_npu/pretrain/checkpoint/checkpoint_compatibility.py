@@ -200,9 +200,9 @@ def require_loadable_optimizer(found: CheckpointInfo, flags: ResumeFlags) -> Non
     if apart != (flags.expert_model_parallel_size > 1):
         words = {True: "with", False: "without"}
         raise UsageError(
-            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this "
-            f"run is {words[not apart]} this flag; both must use the flag (with any size) or "
-            "neither, because the optimizer state of experts is stored differently",
+            f"--load {found.path} was saved {words[apart]} --expert-model-parallel-size, but this run was "
+            f"started {words[not apart]} this flag; both must use the flag (with any size) or neither, "
+            "because the optimizer state of experts is stored differently",
             remedy="Change the flag, or pass --no-load-optim.",
         )
     same = same_model_parallel_sizes(found, flags)

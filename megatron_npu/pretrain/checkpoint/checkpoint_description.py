@@ -113,11 +113,11 @@ def require_known_format(description: Path, values: object) -> None:
         ValueError, TypeError: the content is not a description.
     """
     if not isinstance(values, Mapping):
-        raise TypeError("the file does not describe a run")
+        raise TypeError("the file does not describe a training run")
     saved = values.get(FORMAT, VERSION)
     first, second = (digits.number(part) for part in str(saved).partition(".")[::2])
     if first is None or second is None:
-        raise ValueError(f"{FORMAT} is {saved!r}, which is not a version")
+        raise ValueError(f"{FORMAT} must be a version number, but it is {saved!r}")
     if first > int(VERSION.partition(".")[0]):
         raise UsageError(
             f"{description} has format {saved}, but this version of megatron_npu reads only format "

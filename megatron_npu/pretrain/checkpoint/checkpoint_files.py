@@ -109,7 +109,7 @@ def newest(root: str | Path, step: int | None = None) -> Path | None:
     path = Path(root) / RELEASE if text == RELEASE else directory(root, number)
     if not path.is_dir():
         raise UsageError(
-            f"{tracker} names {path.name}, which does not exist in the same directory",
+            f"the tracker {tracker} names {path.name}, which does not exist in the same directory",
             remedy="Write the iteration of a complete checkpoint into the file.",
         )
     trackers.tell_of_newer(path.resolve())

@@ -301,8 +301,8 @@ def _require_all_used(wanted: dict[str, Any], saved: Iterable[str], path: str) -
     rest = sorted(key for key in set(saved) - used if key.partition(".")[0] in _PARTS)
     if rest:
         raise UsageError(
-            f"{path} has {rest[0]}{f' and {len(rest) - 1} more weights' if rest[1:] else ''}, which the "
-            "model that its arguments describe does not have",
+            f"{path} has the weight {rest[0]}{f' and {len(rest) - 1} more weights' if rest[1:] else ''}, "
+            "which the model described by its arguments does not have",
             remedy="Load a checkpoint of a supported model.",
         )
 

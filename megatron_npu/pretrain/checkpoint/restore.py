@@ -105,7 +105,7 @@ def _require_vocabulary(tokenizer: Tokenizer, expected: int, *, exactly: bool) -
     if not fits:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model was trained with {expected}",
-            remedy="Pass the files that training used with --vocab-file and --merge-file.",
+            remedy="With --vocab-file and --merge-file, pass the files that training used.",
         )
 
 

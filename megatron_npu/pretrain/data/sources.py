@@ -31,8 +31,8 @@ def blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[float] 
     known = [weight for weight in weights if weight is not None]
     if len(words) % 2 or len(known) < len(weights) or not all(0 < weight < math.inf for weight in known):
         raise UsageError(
-            f"{flag} must contain prefixes, or a positive weight before each prefix, but got "
-            f"{' '.join(words)}",
+            f"{flag} must list path prefixes, with a positive weight before each of them or before none, "
+            f"but got {' '.join(words)}",
             remedy=f"Pass, for example, {flag} 0.7 first 0.3 second.",
         )
     return known, list(words[1::2])

@@ -36,8 +36,8 @@ def model_vocabulary(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if flags.vocab_size < tokenizer.vocab_size:
         raise UsageError(
-            f"--vocab-size must be at least the {tokenizer.vocab_size} tokens of the tokenizer, but got "
-            f"{flags.vocab_size}",
+            f"--vocab-size must be at least {tokenizer.vocab_size}, the number of tokens of the tokenizer, "
+            f"but got {flags.vocab_size}",
             remedy="Remove --vocab-size.",
         )
     return flags.vocab_size

@@ -294,8 +294,8 @@ def _training(add: Add) -> None:
     add(
         "--train-iters",
         type=whole,
-        help="total number of iterations; with --save, 0 saves the initial model and exits; "
-        "this, --train-samples or --epochs is required",
+        help="total number of iterations; with --save, 0 saves the initial model and exits; exactly one "
+        "of this flag, --train-samples and --epochs is required",
     )
     add(
         "--train-samples",

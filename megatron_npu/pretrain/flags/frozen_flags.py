@@ -32,6 +32,6 @@ class Flags(Namespace):
     def _require_open(self, name: str) -> None:
         if getattr(self, "_is_frozen", False):
             raise FrozenInstanceError(
-                f"cannot set {name}: the flags are already resolved; set it in pretrain/flags/derive.py, "
-                "or use a copy (changed)"
+                f"cannot set {name}: the flags are already resolved; set it in pretrain/flags/derive.py, or "
+                "make a changed copy with changed()"
             )

@@ -113,7 +113,7 @@ def _collective(operation: str, hcom: str, given: Tensor, result: Tensor, count:
     names = operation.encode(), hcom.encode()
     code = _sim_collective()(*names, given.data_ptr(), result.data_ptr(), count, dtype)
     if code:
-        raise RuntimeError(f"{operation} on communicator {hcom} inside a matmul failed: HCCL error {code}")
+        raise RuntimeError(f"{operation} on communicator {hcom} failed inside a matmul: HCCL error {code}")
 
 
 @functools.cache

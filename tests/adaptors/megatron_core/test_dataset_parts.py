@@ -63,7 +63,7 @@ def test_so_they_are_of_a_blend(few: Path, tmp_path: Path) -> None:
     [(SPLIT, [10, 4, 0], "validation"), (SPLIT, [10, 0, 4], "the test"), ("1,998,1", [4, 4, 0], "training")],
 )
 def test_an_empty_part_that_is_read_is_refused(few: Path, split: str, sizes: list[int], part: str) -> None:
-    refusal = f"--split '{split}' leaves no document of the 5 in {few} for {part}"
+    refusal = f"--split '{split}' leaves none of the 5 documents in {few} for {part}"
     with pytest.raises(UsageError, match=refusal):
         build(sizes, ([str(few)], None), split)
 
@@ -77,7 +77,7 @@ def test_the_stock_script_says_which_part_in_one_line(version: str, few: Path, t
     done = pretrain(checkout("megatron_core", version), tmp_path, "--split", "969,30,1", data=few)
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert f"--split '969,30,1' leaves no document of the 5 in {few} for validation" in line
+    assert f"--split '969,30,1' leaves none of the 5 documents in {few} for validation" in line
     assert line.endswith("Provide more documents or another split, or pass --eval-iters 0.")
     assert "Traceback" not in done.stderr
 

@@ -107,7 +107,7 @@ def test_main_goes_on_as_a_hybrid_and_back(tmp_path: Path) -> None:
         assert losses(later) == pytest.approx([expected[0], sum(expected) / 2], abs=2e-6)
     wrong = pretrain(tree, tmp_path, *common, "--num-layers", "3", "--load", other)
     assert wrong.returncode != 0
-    assert "because an attention and an MLP of the pattern form one GPT layer" in wrong.stderr
+    assert "because one attention layer and one MLP layer of the pattern form one GPT layer" in wrong.stderr
     Path(gpt, "latest_checkpointed_iteration.txt").write_text("4")
     tensors = [_converted(tree, Path(load), tmp_path / f"hf {Path(load).name}") for load in (gpt, other)]
     assert tensors[0].keys() == tensors[1].keys()

@@ -44,7 +44,7 @@ def test_an_invalid_loss_without_save_ends_in_one_line(save: bool, tmp_path: Pat
     flags = ["--mock-data", *FLAGS, "--lr", "1e30", "--min-lr", "1e30", "--clip-grad", "0"]
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "100"] if save else []
     done = run_script(tree, tmp_path, "pretrain_gpt.py", *flags, *saving)
-    line = "error: the loss or a gradient of iteration 2 is invalid (nan), and Megatron ends the run"
+    line = "error: the loss or a gradient of iteration 2 is invalid (nan), so Megatron ends the run"
     if save:
         assert done.returncode == 16, done.stderr[-3000:]  # upstream's code: resume to examine it
         assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").is_file()
@@ -55,4 +55,4 @@ def test_an_invalid_loss_without_save_ends_in_one_line(save: bool, tmp_path: Pat
         assert "TypeError" not in done.stderr
         last = done.stderr.strip().splitlines()[-1]
         assert line in last
-        assert "the state was not saved, because --save is not given. Add --save DIR" in last
+        assert "the state was not saved, because --save was not given. Add --save DIR" in last

@@ -105,7 +105,9 @@ def test_files_are_read_without_a_hub(gpt2_vocab, tmp_path, monkeypatch) -> None
         assert found.input_ids == [2, token, 3]
     with pytest.raises(UsageError, match=r"GPT2BPETokenizer cannot be loaded: no network.*Pass --vocab-file"):
         read("GPT2BPETokenizer")
-    with pytest.raises(UsageError, match=r"--merge-file .*absent: the file does not exist"):
+    with pytest.raises(
+        UsageError, match=r"--merge-file .*absent does not exist, but a tokenizer file is required"
+    ):
         read("GPT2BPETokenizer", **files | {"merges_file": str(tmp_path / "absent")})
 
 

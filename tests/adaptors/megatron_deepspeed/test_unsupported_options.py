@@ -45,7 +45,7 @@ def test_flags_that_cannot_work(tmp_path):
         UsageError, match="--deepspeed_config must be a file with a JSON object, but None does not exist"
     ):
         unsupported_options.refuse(arguments(deepspeed_config=None))
-    with pytest.raises(UsageError, match="--cpu-optimizer is declared but not implemented by this checkout"):
+    with pytest.raises(UsageError, match="--cpu-optimizer is declared but not implemented in this checkout"):
         unsupported_options.refuse(arguments(cpu_optimizer=True))
     with pytest.raises(UsageError, match=r"--universal-checkpoint.*ds_to_universal\.py"):
         unsupported_options.refuse(arguments(universal_checkpoint=True))

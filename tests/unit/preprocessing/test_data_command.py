@@ -79,7 +79,7 @@ def test_merged_they_are_what_one_run_would_have_written(
     (tmp_path / "both.sums.json").unlink()
     assert cli.main(["data", "verify", f"{tmp_path}/both"]) == 1
     assert cli.main(["data", "merge", *two, "--output-prefix", two[1]]) == 2
-    assert "is one of the merged datasets" in capsys.readouterr().err
+    assert "is one of the datasets to merge" in capsys.readouterr().err
 
 
 def test_datasets_of_two_types_are_not_merged(two: list[str], tmp_path: Path) -> None:

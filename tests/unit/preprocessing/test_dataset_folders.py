@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_card_leads_nowhere_else(read: Read, folder: Path, lines: str) -> None:
     (folder / "README.md").write_text(HEAD.format(lines=lines.format(outside=folder.parent)))
-    with pytest.raises(UsageError, match=r"README\.md refers to '.*', which is not in that folder"):
+    with pytest.raises(UsageError, match=r"README\.md refers to '.*', which is outside its folder"):
         read(folder)
 
 
@@ -123,7 +123,8 @@ def test_a_saved_set_leads_nowhere_else(read: Read, folder: Path, several: bool)
     up = "../.." if several else ".."
     content["_data_files"][0]["filename"] = f"{up}/other/{mine}"
     state.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"state\.json refers to '{up}/other/{mine}', which is not"):
+    refusal = rf"state\.json refers to '{up}/other/{mine}', which is outside its folder"
+    with pytest.raises(UsageError, match=refusal):
         read(saved)
 
 
@@ -132,5 +133,5 @@ def test_a_saved_split_lies_in_its_folder(read: Read, folder: Path) -> None:
     rows.save_to_disk(str(folder / "other"))
     (folder / "saved").mkdir()
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["../other"]}')
-    with pytest.raises(UsageError, match=r"'\.\./other', which is not in that folder"):
+    with pytest.raises(UsageError, match=r"'\.\./other', which is outside its folder"):
         read(folder / "saved")

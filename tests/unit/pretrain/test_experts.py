@@ -70,7 +70,7 @@ def test_what_follows(check):
         ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size requires --num-experts"),
         (f"{EXPERTS} --moe-router-topk 5", 1, "at most --num-experts 4"),
         (f"{EXPERTS} --moe-router-topk 1", 1, "--moe-router-pre-softmax"),
-        (f"{EXPERTS} --moe-layer-freq [1]", 1, "--num-layers 2 layers, but describes 1"),
+        (f"{EXPERTS} --moe-layer-freq [1]", 1, "2 layers (--num-layers), but it describes 1"),
         (f"{EXPERTS} --moe-layer-freq [0,0]", 1, "at least one layer"),
         (f"{EXPERTS} --moe-layer-freq x", 1, "--moe-layer-freq must be a number"),
         (f"{EXPERTS} --moe-router-load-balancing-type what", 1, "but got 'what'"),

@@ -80,7 +80,7 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
             "--use-rope-scaling requires .*but got --position-embedding-type yarn",
         ),
         ("--window-attn-skip-freq 2", 1, "--window-attn-skip-freq requires --pre-tockens"),
-        ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, "list --num-layers 2 layers, but lists 1"),
+        ("--pre-tockens 4 --window-attn-skip-freq [1]", 1, r"list 2 layers \(--num-layers\), but it lists 1"),
         (
             "--null-tokenizer-eod-id 256",
             1,

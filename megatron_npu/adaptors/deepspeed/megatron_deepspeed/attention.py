@@ -94,8 +94,8 @@ def _refuse_window(flags: AttentionFlags) -> None:
     if flags.window != (None, None):
         raise UsageError(
             "--pre-tockens and --next-tockens cannot be used with --position-embedding-type alibi, because "
-            "attention with alibi is upstream's own and has no window. Remove the window flags, or use "
-            "another position embedding."
+            "upstream's own code computes attention with alibi and does not support windows. Remove the "
+            "window flags, or use another position embedding."
         )
 
 

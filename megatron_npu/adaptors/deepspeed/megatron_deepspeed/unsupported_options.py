@@ -18,8 +18,8 @@ def refuse(args: argparse.Namespace) -> None:
     """
     if args.cpu_optimizer:
         raise UsageError(
-            "--cpu-optimizer is declared but not implemented by this checkout; the optimizer must be on the "
-            "device, or be offloaded by DeepSpeed. Remove it; for DeepSpeed, set "
+            "--cpu-optimizer is declared but not implemented in this checkout; the optimizer must be on "
+            "the device, or be offloaded by DeepSpeed. Remove it; for DeepSpeed, set "
             '"offload_optimizer": {"device": "cpu"} and "zero_force_ds_cpu_optimizer": false in its '
             "configuration."
         )

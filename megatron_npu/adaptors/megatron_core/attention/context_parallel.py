@@ -369,8 +369,8 @@ def _attend_packed(
         return a2a_gather_heads(by_rank, group).flatten(1)
     if call.options.window != (None, None) and not call.causal:
         raise UsageError(
-            "packed sequences cannot be combined with a window that is not causal under --cp-comm-type "
-            "all_gather. Use --cp-comm-type a2a."
+            "packed sequences cannot be combined with a non-causal window under --cp-comm-type all_gather. "
+            "Use --cp-comm-type a2a."
         )
     parts = (all_gather(t, group).flatten(0, 1) for t in (key, value))
     key, value = (t.index_select(0, sharding.visible_keys) for t in parts)

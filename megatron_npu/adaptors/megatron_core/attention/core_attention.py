@@ -174,8 +174,8 @@ def _falls_back(self: Any, attention_bias: Tensor | None, packed_seq_params: Any
         return False
     if self.config.context_parallel_size > 1:
         raise NotImplementedError(
-            f"context parallelism cannot be used in this layer, because {reason}; only upstream's "
-            "attention supports this, and it would ignore context parallelism"
+            f"context parallelism cannot be used in this layer, because {reason}; only upstream's attention "
+            "supports this case, but it ignores context parallelism"
         )
     report_fallback("attention", reason)
     return True

@@ -42,8 +42,8 @@ def accept_a_hybrid(
     if layers != args.num_layers:
         raise UsageError(
             f"--num-layers must be {layers} for the hybrid model's checkpoint with the pattern {pattern}, "
-            f"because an attention and an MLP of the pattern form one GPT layer, but got {args.num_layers}. "
-            f"Pass --num-layers {layers}."
+            "because one attention layer and one MLP layer of the pattern form one GPT layer, but got "
+            f"{args.num_layers}. Pass --num-layers {layers}."
         )
     load_optimizer = not args.no_load_optim and not getattr(ckpt_args, "no_save_optim", False)
     if load_optimizer:
@@ -65,9 +65,9 @@ def _require_named_state(ckpt_args: argparse.Namespace) -> None:
     named = getattr(ckpt_args, "dist_ckpt_optim_fully_reshardable", False)
     if getattr(ckpt_args, "use_distributed_optimizer", False) and not named:
         raise UsageError(
-            "a hybrid model's checkpoint with the distributed optimizer's buckets cannot be loaded into a "
-            "GPT; it must have been saved with --dist-ckpt-optim-fully-reshardable. Save it again with that "
-            "flag, or add --no-load-optim to load only the weights."
+            "a hybrid model's checkpoint that stores the distributed optimizer's state in buckets cannot "
+            "be loaded into a GPT model; it must have been saved with --dist-ckpt-optim-fully-reshardable. "
+            "Save it again with that flag, or add --no-load-optim to load only the weights."
         )
 
 

@@ -206,6 +206,8 @@ def _require_described(root: Path, step: int | None) -> None:
     try:
         content = json.loads(files.text(description)) if description.is_file() else {}
         if not isinstance(content, dict):
-            raise ValueError(f"the file contains a {type(content).__name__}")
+            raise ValueError(
+                f"the file must contain a JSON object, but it contains a {type(content).__name__}"
+            )
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(description, str(error).partition("\n")[0] or type(error).__name__) from error

@@ -97,7 +97,7 @@ def _refuse(part: Part, documents: int) -> None:
     """
     alone = part.split.name == "train" or script_arguments() is None
     raise UsageError(
-        f"--split {part.config.split!r} leaves no document of the {documents} in {part.prefix} for "
+        f"--split {part.config.split!r} leaves none of the {documents} documents in {part.prefix} for "
         f"{_IN_WORDS[part.split.name]}, but each split that is used must have at least one. Provide more "
         "documents or another split" + ("." if alone else ", or pass --eval-iters 0.")
     )

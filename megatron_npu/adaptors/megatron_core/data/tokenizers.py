@@ -187,8 +187,7 @@ def _lay_out(folder: Path, layout: _Layout, given: list[Path]) -> None:
         if not file.is_file():
             flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
             raise UsageError(
-                f"{flag} {file}: the file does not exist, but it must be a tokenizer's file. Correct the "
-                "path."
+                f"{flag} {file} does not exist, but a tokenizer file is required. Correct the path."
             )
         (folder / name).symlink_to(file.resolve())
     (folder / "tokenizer_config.json").write_text(json.dumps(layout.config), encoding="utf-8")

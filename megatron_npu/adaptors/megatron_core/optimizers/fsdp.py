@@ -64,8 +64,8 @@ def refuse_on_a_cpu(original: Callable[..., None], self: Any, *args: Any, **kwar
     """Reject Megatron's FSDP on a cpu device before anything is built."""
     raise UsageError(
         "Megatron's FSDP (--use-custom-fsdp, --use-megatron-fsdp) before 0.16 is not supported on the cpu "
-        "device, because its gradient reduction also multiplies, which gloo does not support. "
-        "Use --use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16."
+        "device, because it multiplies gradients within the reduction, which gloo does not support. Use "
+        "--use-torch-fsdp2 or --use-distributed-optimizer, or megatron-core 0.16."
     )
 
 

@@ -190,7 +190,7 @@ def refuse_tools_of_cuda(args: argparse.Namespace) -> None:
     device = devices.current().name
     if args.profile and not args.use_pytorch_profiler:
         raise UsageError(
-            f"--profile requires --use-pytorch-profiler on the {device} device. Add the second flag, "
+            f"--profile requires --use-pytorch-profiler on the {device} device. Add --use-pytorch-profiler, "
             "because without it Megatron profiles for Nsight Systems, which supports only GPUs."
         )
     if args.record_memory_history and device == "cpu":
@@ -211,7 +211,7 @@ def refuse_linear_loss_alone(args: argparse.Namespace) -> None:
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
             "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion. Add "
-            "--cross-entropy-loss-fusion, because without it Megatron ignores both."
+            "--cross-entropy-loss-fusion, because without it Megatron ignores --cross-entropy-fusion-impl."
         )
 
 

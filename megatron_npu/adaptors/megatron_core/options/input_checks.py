@@ -71,7 +71,7 @@ def refuse_uneven_heads(args: argparse.Namespace) -> None:
     if hidden and heads and getattr(args, "kv_channels", None) is None and hidden % heads:
         raise UsageError(
             f"--hidden-size must be a multiple of --num-attention-heads {heads}, but got {hidden}",
-            remedy="Change one of them, or pass the size of a head as --kv-channels.",
+            remedy="Change one of them, or pass the head size with --kv-channels.",
         )
 
 

@@ -109,8 +109,8 @@ def say_why_it_ends(original: Callable[..., None], iteration: int, *args: Any, *
     result = getattr(get_rerun_state_machine(), "initial_result", None)  # None on ranks that found nothing
     value = "" if result is None else f" ({torch.as_tensor(result).item()})"
     raise UnsavedStateError(
-        f"the loss or a gradient of iteration {iteration + 1} is invalid{value}, and Megatron ends the run; "
-        "the state was not saved, because --save is not given.",
+        f"the loss or a gradient of iteration {iteration + 1} is invalid{value}, so Megatron ends the run; "
+        "the state was not saved, because --save was not given.",
         remedy="Add --save DIR to keep the state of this iteration for examination. If training diverges, "
         "lower --lr, or check the data; --no-check-for-nan-in-loss-and-grad continues anyway.",
     )

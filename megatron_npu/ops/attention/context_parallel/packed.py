@@ -116,8 +116,8 @@ def _check_end(cu_seqlens_padded: Sequence[int], tokens: int, cp_size: int) -> N
     if cu_seqlens_padded[-1] != tokens * cp_size:
         raise UsageError(
             f"the packed sequences end at {cu_seqlens_padded[-1]}, but each of the {cp_size} ranks has "
-            f"{tokens} tokens; the total numbers of tokens must be equal. Set the last boundary of "
-            "cu_seqlens_q_padded to the total number of tokens."
+            f"{tokens} tokens; the two totals must be equal. Set the last boundary of cu_seqlens_q_padded "
+            "to the total number of tokens."
         )
 
 

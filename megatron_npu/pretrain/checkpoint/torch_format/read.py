@@ -1,4 +1,4 @@
-"""Assemble a model from the checkpoint files of all ranks, whatever its layout was in training."""
+"""Assemble a model from the checkpoint files of all ranks, regardless of its layout in training."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ class Checkpoint:
         """Return a number from the checkpoint's description, or 0 if it is missing."""
         value = values.get(name) or 0
         if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-            raise self._damaged(f"{name} is {value!r}")
+            raise self._damaged(
+                f"{name} must be a number from 0 to less than {_LARGEST}, but it is {value!r}"
+            )
         return value
 
     def _require_tables(self, stages: list[Any]) -> None:
         if len({len(chunks) for chunks in stages}) != 1 or not stages[0]:
-            raise self._damaged("its pipeline stages have different numbers of model chunks")
+            raise self._damaged("the pipeline stages have different numbers of model chunks")
         if not all(isinstance(chunk, Mapping) for chunks in stages for chunk in chunks):
-            raise self._damaged("its model is not a mapping of names to weights")
+            raise self._damaged("the stored model is not a mapping of names to weights")
 
     def _gather(self, found: files.RankFiles) -> None:
         """Collect the parts of every weight from all ranks, and number the layers for the whole model."""
@@ -112,13 +114,17 @@ class Checkpoint:
         """
         parts = self._parts.get(name, [])
         if len(parts) != self._tensor or not all(isinstance(part, Tensor) for part in parts):
-            raise self._damaged(f"{name} has {len(parts)} parts for {self._tensor} tensor-parallel ranks")
+            raise self._damaged(
+                f"the weight {name} has {len(parts)} parts for {self._tensor} tensor-parallel ranks"
+            )
         try:
             return shards.join(
                 name, [self._ordered(name, part) for part in parts], gated=bool(self.args.get("swiglu"))
             )
         except (RuntimeError, IndexError) as error:
-            raise self._damaged(f"the parts of {name} have shapes that cannot be joined") from error
+            raise self._damaged(
+                f"the parts of the weight {name} have shapes that cannot be joined"
+            ) from error
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
         if self._version >= 2:

@@ -53,7 +53,7 @@ def _layers(args: Namespace) -> None:
     frequency = args.moe_layer_freq
     if isinstance(frequency, list) and len(frequency) != args.num_layers:
         raise UsageError(
-            f"--moe-layer-freq must describe --num-layers {args.num_layers} layers, but describes "
+            f"--moe-layer-freq must describe {args.num_layers} layers (--num-layers), but it describes "
             f"{len(frequency)}",
             remedy="Change one of the two.",
         )
@@ -167,7 +167,7 @@ def _versions(args: Namespace) -> None:
             )
     if version < (0, 14) and isinstance(args.moe_router_load_balancing_type, list):
         raise UsageError(
-            "several --moe-router-load-balancing-type cannot be used with megatron-core "
+            "several values of --moe-router-load-balancing-type cannot be used with megatron-core "
             f"{args.megatron_version}, only with 0.14 or later",
             remedy="Pass one.",
         )

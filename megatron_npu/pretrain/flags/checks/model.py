@@ -39,8 +39,8 @@ def check(args: Namespace) -> None:
     windows(args)
     if args.cross_entropy_fusion_impl == "linear" and not args.cross_entropy_loss_fusion:
         raise UsageError(
-            "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion, without which "
-            "Megatron ignores it",
+            "--cross-entropy-fusion-impl linear requires --cross-entropy-loss-fusion; without it, Megatron "
+            "ignores --cross-entropy-fusion-impl",
             remedy="Add --cross-entropy-loss-fusion.",
         )
 
@@ -64,7 +64,7 @@ def windows(args: Namespace) -> None:
         )
     if isinstance(skipped, list) and len(skipped) != args.num_layers:
         raise UsageError(
-            f"--window-attn-skip-freq must list --num-layers {args.num_layers} layers, but lists "
+            f"--window-attn-skip-freq must list {args.num_layers} layers (--num-layers), but it lists "
             f"{len(skipped)}",
             remedy="Change the list.",
         )
