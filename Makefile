@@ -7,14 +7,13 @@
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
-# WORKERS: processes that run tests side by side: one more than cores, because tests wait for timeouts and for
-#   each other's ranks a part of the time; each takes up to 3 GB
+# WORKERS: processes that run tests side by side; tests wait for their own processes a fifth of the time
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST_ARGS ?=
 PIECES ?=
 

@@ -374,9 +374,8 @@ def _require_address() -> None:
         return
     if not os.environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but "
-            "MASTER_ADDR is not; MASTER_ADDR must contain the first machine's address, and "
-            "MASTER_PORT its port",
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but MASTER_ADDR "
+            "is not; MASTER_ADDR must contain the first machine's address, and MASTER_PORT its port",
             remedy="Export both, or use torchrun.",
         )
     port = os.environ.get("MASTER_PORT", "").strip() or str(_PORT)

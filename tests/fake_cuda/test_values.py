@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from megatron_npu.planning.fake_cuda import library
 from tests.conftest import ROOT
+from tests.support import processes
 
 PROGRAM = """
 from megatron_npu.planning.fake_cuda import library
@@ -55,7 +55,7 @@ def found() -> dict:
     if library.unavailable():
         pytest.skip(library.unavailable())
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -127,7 +127,7 @@ def test_experts_get_the_assumed_share(words: str, tmp_path: Path) -> None:
     env = {**os.environ, **{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "localhost"}
     env |= {"MEGATRON_NPU_WATCHDOG": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RANK, str(tmp_path / "rank.json")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    done = processes.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["error"], report["code"]) == (None, 0), done.stderr[-3000:]
     lines = [line.removeprefix("experts ") for line in done.stdout.splitlines() if line[:8] == "experts "]

@@ -36,7 +36,7 @@ def test_the_doctor_finds_simulated_npus_well(simulated, tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "is expected to work" in done.stdout.partition("\nadvice\n")[2]
-    shown = text.partition("The output includes")[2].split("```")[1]
+    shown = text.partition("output includes these lines")[2].split("```")[1]
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for line in filter(None, map(str.strip, shown.replace("…", "").splitlines())):
         words = " ".join(line.split()).replace("65536", "")

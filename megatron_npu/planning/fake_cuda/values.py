@@ -73,7 +73,8 @@ def forget(tensor: Any) -> None:
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on CPU tensors with the known values, or None if some are unknown.
 
-    An operation that writes to its arguments then writes to the known values, too.
+    An operation that writes to its arguments then writes to the known values, too. One that only does so, such
+    as ``_foreach_add_`` with the step counts of an optimizer, has an empty tuple as its result.
     """
     packet = getattr(func, "overloadpacket", None)
     if packet in _LIFTS:
@@ -85,7 +86,8 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     if any(argument.name == "pin_memory" for argument in func._schema.arguments):
         kwargs = {**kwargs, "pin_memory": None}
     args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return () if result is None else result
 
 
 def _is_computable(func: Any, args: Any, kwargs: Any) -> bool:
@@ -120,6 +122,8 @@ def note(func: Any, args: Any, result: Any, values: Any) -> None:
         values: what ``computed`` has returned.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
+    if isinstance(values, tuple) and not values:
+        return  # written in place
     if values is not None:
         owners = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
         for each, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True):

@@ -59,7 +59,7 @@ def test_every_preset_is_a_whole_shape(name):
         ("bf16: yes", r"line 1: --bf16 is a switch and must be true or false, but is set to yes"),
         ("model:\n  num-layers: 2", r"line 1 must have the form `flag: value`, but is model:"),
         ("lr: {a: 1}", r"line 1: the value must be a plain value .* but is \{a: 1\}"),
-        ("data-path: [a,", r"line 1: the list must end on the line .* but is \[a,"),
+        ("data-path: [a,", r"line 1: the list must begin and end on the same line.* but is \[a,"),
         ("config: other.yaml", r"line 1: unknown flag config"),
         ("save: a\0b", r"line 1 contains a null byte"),
         ("just words", r"line 1 must have the form `flag: value`, but is just words"),
