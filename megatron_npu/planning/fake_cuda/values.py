@@ -73,8 +73,8 @@ def forget(tensor: Any) -> None:
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on CPU tensors with the known values, or None if some are unknown.
 
-    An operation that writes to its arguments then writes to the known values, too. One that only does so, such
-    as ``_foreach_add_`` with the step counts of an optimizer, has an empty tuple as its result.
+    An operation that writes to its arguments then writes to the known values, too. The result of one that
+    returns nothing, such as ``_foreach_add_`` with the step counts of an optimizer, is an empty tuple.
     """
     packet = getattr(func, "overloadpacket", None)
     if packet in _LIFTS:

@@ -126,9 +126,7 @@ def reason_against() -> str:
 
 def separate() -> None:
     """Give this process mounts of its own: an empty /dev/shm, and this Python for every account."""
-    os.umask(
-        0o022
-    )  # this package's commands set another, with which other accounts could not read the folders
+    os.umask(0o022)  # this package's commands set 027, and other accounts must read these folders
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "no mounts of its own")
