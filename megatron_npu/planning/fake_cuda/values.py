@@ -74,7 +74,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an operation on CPU tensors with the known values, or None if some are unknown.
 
     An operation that writes to its arguments then writes to the known values, too. The result of one that
-    returns nothing, such as ``_foreach_add_`` with the step counts of an optimizer, is an empty tuple.
+    returns nothing, such as ``_foreach_add_`` with the step counts of an optimizer, is False.
     """
     packet = getattr(func, "overloadpacket", None)
     if packet in _LIFTS:
@@ -87,7 +87,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, "pin_memory": None}
     args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
     result = func(*args, **kwargs)
-    return () if result is None else result
+    return False if result is None else result
 
 
 def _is_computable(func: Any, args: Any, kwargs: Any) -> bool:
@@ -122,8 +122,6 @@ def note(func: Any, args: Any, result: Any, values: Any) -> None:
         values: what ``computed`` has returned.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
-    if isinstance(values, tuple) and not values:
-        return  # written in place
     if values is not None:
         owners = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
         for each, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True):
