@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--redirect",
         action="store_true",
         help="run a program that does not use Megatron: map torch.cuda, cuda and nccl to this machine's "
-        "device from the start, also in spawned processes",
+        "device from the start, including in spawned processes",
     )
     help_text = (
         f"number of devices that a CPU counts as, like {settings.CPU_DEVICES.name}=N but only for "

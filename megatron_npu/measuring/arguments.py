@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--mixed-precision",
         choices=["bf16", "fp16"],
         default="bf16",
-        help="16-bit format of the mixed-precision cases",
+        help="16-bit format in which the mixed-precision rows are measured",
     )
     add(
         "--memory-limit",

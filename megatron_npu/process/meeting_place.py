@@ -116,7 +116,7 @@ def require_no_other_program(place: Place, *, speaks: bool = True) -> None:
 
 @contextlib.contextmanager
 def watched(place: Place, code: int = _EXIT) -> Iterator[None]:
-    """End this process if the store stops answering inside the block.
+    """End this process if the store stops answering while the ``with`` block runs.
 
     torch's client may wait for an answer without a limit. It notices a store that is gone.
 

@@ -48,7 +48,7 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Report that the launcher has ended if the ranks fail to connect inside the ``with`` block.
+    """If the ranks fail to connect inside the ``with`` block, report that the launcher has ended.
 
     The connection to the store may break before the thread that watches the launcher notices its end.
 

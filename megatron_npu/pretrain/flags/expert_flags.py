@@ -49,7 +49,7 @@ def _pattern(node: ast.expr) -> int | list[int]:
         layers = _combined(node.op, _pattern(node.left), _pattern(node.right))
         if layers is not None:
             return layers
-    raise ValueError("the text is not a layer pattern")
+    raise ValueError("the layer pattern is invalid")
 
 
 def _combined(operator: ast.operator, left: int | list[int], right: int | list[int]) -> list[int] | None:
