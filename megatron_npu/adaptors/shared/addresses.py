@@ -43,7 +43,8 @@ def _require_client(given: str, place: str, args: Any) -> None:
     module = sys.modules.get("megatron.core.msc_utils")
     if module is None:
         raise UsageError(
-            f"{given} requires a version of Megatron that supports msc:// (megatron-core 0.13 or later). {_MOUNT}"
+            f"{given} requires a version of Megatron that supports msc:// (megatron-core 0.13 or "
+            f"later). {_MOUNT}"
         )
     if hasattr(args, "disable_msc_deprecated") and not args.enable_msc:  # 0.18 and newer
         raise UsageError(
