@@ -45,7 +45,7 @@ def test_every_reader_of_a_number_says_what_it_expected(tmp_path: Path, monkeypa
         with pytest.raises(Unfit):
             parse(LONG)
     assert Job(1, ("pretrain",), ("--layers", LONG)).number("--layers", 3) == 3
-    with pytest.raises(ValueError, match="is not a version"):
+    with pytest.raises(ValueError, match="must be a version number"):
         checkpoint_description.require_known_format(tmp_path, {checkpoint_description.FORMAT: f"1.{LONG}"})
     monkeypatch.setenv("HCCL_BUFFSIZE", LONG)
     assert hccl_buffers.default() == hccl_buffers.DEFAULT

@@ -101,6 +101,6 @@ def test_a_split_is_handed_on_in_digits_and_dots(text, read) -> None:
 
 @pytest.mark.parametrize("weight", ["nan", "inf", "0", "-1"])
 def test_weights_of_a_blend_are_finite_and_above_0(weight) -> None:
-    with pytest.raises(UsageError, match="a positive weight before each prefix"):
+    with pytest.raises(UsageError, match="a positive weight before each of them"):
         sources.blend([weight, "one", "1e-6", "other"])
     assert sources.blend(["1e-6", "one", "0.999999", "other"]) == ([1e-6, 0.999999], ["one", "other"])
