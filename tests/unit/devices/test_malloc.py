@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.support import processes
 
 # MiB that stay resident when a tensor of 256 MiB is freed: between prepare and release, and after it.
@@ -33,7 +34,7 @@ print(kept, resident() - before)
 
 def resident_after_free(keep: str) -> list[float]:
     environment = os.environ | {"MEGATRON_NPU_KEEP_MEMORY": keep, "MEGATRON_NPU_AUTOLOAD": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment["PYTHONPATH"] = str(ROOT)  # not sys.path, to which other tests may have added
     result = processes.run(
         [sys.executable, "-c", SCRIPT], env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
