@@ -314,7 +314,8 @@ def parts(trial: Trial) -> list[str]:
     run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, timeout=START)
     said = [run([*command, "verify", str(folder)], check=False) for folder in saved]
     faults = [each.stdout + each.stderr for each in said if each.returncode]
-    if not any("only a part of a checkpoint" in each.stdout for each in said):  # one may have all: rank 0, without ZeRO
+    # one may have all files: that of rank 0, without ZeRO
+    if not any("only a part of a checkpoint" in each.stdout for each in said):
         faults.append("no machine has a part")
     joined = str(trial.them.folder / "joined")
     run([*command, "gather", *map(str, saved), "--into", joined], check=True)
