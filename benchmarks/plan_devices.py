@@ -40,7 +40,9 @@ _LLAMA = f"{layout_words.LLAMA} 4 --attention-dropout 0 --hidden-dropout 0"
 _EXPERTS = f"{_LLAMA} {EXPERTS} --moe-grouped-gemm"
 _FREE = f"{_LLAMA} {FREE_EXPERTS} --moe-grouped-gemm {EP2}"  # without a capacity
 _UNEVEN = "--expert-imbalance 1.5"  # of the plan
-LAYOUTS: dict[str, tuple[str, int, str]] = {  # program, devices, words; no program: the driver, 0.16.1
+LAYOUTS: dict[
+    str, tuple[str, int, str]
+] = {  # program, devices, words: a plan's, --, a job's; no program: the driver, 0.16.1
     "gpt": ("", 1, "--bf16"),
     "gpt-tp2": ("", 2, f"--bf16 {TP2}"),
     "llama": ("", 1, _LLAMA),
@@ -50,13 +52,13 @@ LAYOUTS: dict[str, tuple[str, int, str]] = {  # program, devices, words; no prog
     "llama-dp2-distributed": ("", 2, f"{_LLAMA} {SHARED}"),
     "experts-ep2": ("", 2, f"{_EXPERTS} {EP2}"),
     "experts-ep2-free": ("", 2, _FREE),
-    "experts-ep2-uneven": ("", 2, f"{_FREE} {_UNEVEN}"),
+    "experts-ep2-uneven": ("", 2, f"{_UNEVEN} -- {_FREE}"),
     "experts-ep2-allgather": ("", 2, _FREE.replace("alltoall", "allgather")),
-    "megatron_core-0.17.1/experts-ep2-uneven": ("megatron_core-0.17.1", 2, f"{_FREE} {_UNEVEN}"),
-    "megatron_core-0.18.2/experts-ep2-uneven": ("megatron_core-0.18.2", 2, f"{_FREE} {_UNEVEN}"),
+    "megatron_core-0.17.1/experts-ep2-uneven": ("megatron_core-0.17.1", 2, f"{_UNEVEN} -- {_FREE}"),
+    "megatron_core-0.18.2/experts-ep2-uneven": ("megatron_core-0.18.2", 2, f"{_UNEVEN} -- {_FREE}"),
     "megatron_core-0.19.2/llama": ("megatron_core-0.19.2", 1, _LLAMA),
     "megatron_core-0.19.2/experts": ("megatron_core-0.19.2", 1, _EXPERTS),
-    "megatron_core-0.19.2/experts-ep2-uneven": ("megatron_core-0.19.2", 2, f"{_FREE} {_UNEVEN}"),
+    "megatron_core-0.19.2/experts-ep2-uneven": ("megatron_core-0.19.2", 2, f"{_UNEVEN} -- {_FREE}"),
     "core_v0.16.1/gpt": ("core_v0.16.1", 1, "--bf16"),
     "core_v0.16.1/llama-tp2-sp": ("core_v0.16.1", 2, f"{_LLAMA} {SEQUENCE}"),
     "core_v0.19.0/llama": ("core_v0.19.0", 1, _LLAMA),
@@ -69,7 +71,7 @@ DIFFERENT = {
 }
 
 
-def planned(program: str, devices: int, words: list[str], device: str, folder: Path) -> dict[str, Any]:
+def planned(program: str, devices: int, words: str, device: str, folder: Path) -> dict[str, Any]:
     """Return the plan of a job on a device: its report, and the ``live`` bytes of the fullest rank's peak."""
     environment, start = dict(os.environ), ["pretrain"]
     if program:
@@ -82,11 +84,17 @@ def planned(program: str, devices: int, words: list[str], device: str, folder: P
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, listed))
     report, timeline = folder / f"{device}.json", folder / f"{device}.pickle"
     command = [sys.executable, "-m", "megatron_npu", "plan", "--devices", str(devices), "--device", device]
-    command += ["--json", str(report), "--timeline", str(timeline)]
-    if _UNEVEN in " ".join(words):
-        words = " ".join(words).replace(_UNEVEN, "").split()
-        command += _UNEVEN.split()
-    command += ["--", *start, *words]
+    options, _, job = words.rpartition(" -- ")
+    command += [
+        "--json",
+        str(report),
+        "--timeline",
+        str(timeline),
+        *options.split(),
+        "--",
+        *start,
+        *job.split(),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -139,10 +147,10 @@ def _owner(event: Mapping[str, Any]) -> str:
 
 def compared(program: str, devices: int, words: str, sizes: str = SIZES) -> dict[str, Any]:
     """Return the peaks of a layout's fullest rank on both devices, and their differences in per cent."""
-    batch = ["--global-batch-size", str(4 * (2 if SHARED in words or EP2 in words else 1))]
+    batch = f"--global-batch-size {4 * (2 if SHARED in words or EP2 in words else 1)}"
     with tempfile.TemporaryDirectory() as folder:
         npu, cuda = (
-            planned(program, devices, [*sizes.split(), *words.split(), *batch], device, Path(folder))
+            planned(program, devices, f"{words} {sizes} {batch}", device, Path(folder))
             for device in ("npu", "cuda")
         )
     held = {"npu": unpaired(npu["live"], cuda["live"]), "cuda": unpaired(cuda["live"], npu["live"])}

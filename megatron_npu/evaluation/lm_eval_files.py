@@ -64,8 +64,10 @@ def require_own_code(asked: argparse.Namespace) -> None:
     """
     for path in _caches(asked.use_cache):
         _require_own(path, "cache", f"another --use_cache or {_CACHE_VARIABLE}")
-    for path in _code(asked):
-        _require_own(path, "run file" if path == _path(asked.config) else "task file", "a copy of it")
+    if asked.config is not None:
+        _require_own(Path(asked.config), "run file", "a copy of it")
+    for path in _tasks(asked):
+        _require_own(path, "task file", "a copy of it")
 
 
 def require_place(asked: argparse.Namespace) -> None:
@@ -123,10 +125,8 @@ def _caches(prefix: str | None) -> Iterator[Path]:
         yield from Path(place).glob("*.pickle")
 
 
-def _code(asked: argparse.Namespace) -> Iterator[Path]:
-    """Yield the run file, and the files and folders of tasks that are not lm-eval's own."""
-    if asked.config is not None:
-        yield Path(asked.config)
+def _tasks(asked: argparse.Namespace) -> Iterator[Path]:
+    """Yield the files and folders of tasks that are not lm-eval's own."""
     included = asked.include_path if isinstance(asked.include_path, list) else [asked.include_path]
     for folder in (Path(str(each)) for each in included if each is not None):
         yield folder
@@ -152,10 +152,6 @@ def _task_files(folder: Path, nested: bool = True) -> Iterator[Path]:
         yield from folder.rglob(pattern) if nested else folder.glob(pattern)
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
 def require_own_metric(name: str) -> None:
     """Check a metric that lm-eval is about to load with ``evaluate``, which prefers the working directory.
 
@@ -163,10 +159,9 @@ def require_own_metric(name: str) -> None:
         UsageError: it is a script of another user.
     """
     path = Path(name)
-    for script in (path, path / f"{path.name}.py"):
-        if script.is_file():
-            _require_own(script.parent if script != path else script, "metric", "another working directory")
-            _require_own(script, "metric", "another working directory")
+    script = path / f"{path.name}.py"
+    for each in [path] if path.is_file() else [path, script] if script.is_file() else []:
+        _require_own(each, "metric", "another working directory")
 
 
 def _require_own(path: Path, kind: str, instead: str) -> None:

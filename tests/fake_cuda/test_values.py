@@ -18,11 +18,14 @@ from megatron_npu.planning.fake_cuda import library
 library.load()
 import json, sys
 import torch
+import torch.distributed as dist
 from megatron_npu.planning.fake_cuda import machine, values
 cuda = torch.device("cuda")
+three = torch.tensor([3])
+reduced = {name: three.clone() for name in ("SUM", "MAX", "AVG", "PRODUCT")}
 chosen = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
 found = {}
-with machine.installed(), machine.running() as tensors:
+with machine.installed(), machine.running(0, 4) as tensors:
     asked = []
     tensors.asked = asked.append
     placed = values.fake(chosen, cuda)
@@ -46,6 +49,20 @@ with machine.installed(), machine.running() as tensors:
     counts[:1].copy_(torch.randint(0, 9, (1,), device=cuda))  # nobody knows these
     found["written"] = counts.tolist()
     found["asked after"] = len(asked)
+    unknown = torch.randint(0, 9, (1,), device=cuda)
+    output = values.fake(three, cuda)
+    seen = output[:]
+    torch.add(output, 2, out=output)
+    found["output"] = values.of(output).tolist(), values.of(seen).tolist()
+    torch.mul(unknown, 2, out=output)
+    found["unknown output"] = values.of(output), values.of(seen)
+    dist.init_process_group("nccl")
+    found["reduced"] = {}
+    for name in ("SUM", "MAX", "AVG", "PRODUCT"):
+        tensor = values.fake(reduced[name], cuda)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
+        known = values.of(tensor)
+        found["reduced"][name] = known if known is None else known.tolist()
 print(json.dumps(found))
 """
 
@@ -58,6 +75,15 @@ def found() -> dict:
     done = processes.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def test_an_output_that_is_given_holds_what_was_written_last(found: dict) -> None:
+    assert found["output"] == [[5], [5]]
+    assert found["unknown output"] == [None, None]
+
+
+def test_a_reduction_over_four_ranks_with_equal_values(found: dict) -> None:
+    assert found["reduced"] == {"SUM": [12], "MAX": [3], "AVG": [3], "PRODUCT": None}
 
 
 def test_counts_follow_from_a_map_and_from_a_capacity(found: dict) -> None:

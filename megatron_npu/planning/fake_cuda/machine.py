@@ -66,7 +66,7 @@ class Tensors(FakeTensorMode):
         if getattr(func, "namespace", "") == "c10d":
             values.communicated(func.overloadpacket, args, self.received)
         else:
-            values.note(func, args, result, found)
+            values.note(func, (args, kwargs), result, found)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if isinstance(first, Tensor) and first.device.type == "cuda":
             self.operations[str(func)] += 1

@@ -24,6 +24,8 @@ _LARGEST = 64 << 20  # bytes of integers and conditions whose values are kept
 _LARGEST_FLOATS = 4 << 10  # bytes; parameters and activations are not kept
 
 _FACTORIES = {aten.full, aten.zeros, aten.ones, aten.arange, aten.scalar_tensor}
+# of equal values on all ranks, these are known: torch's numbers of them
+_REDUCTIONS = {name: int(getattr(dist.ReduceOp.RedOpType, name)) for name in ("SUM", "AVG", "MIN", "MAX")}
 _LIFTS = {aten.lift_fresh, aten.lift_fresh_copy}  # their argument is a real tensor
 
 
@@ -96,7 +98,7 @@ def _is_computable(func: Any, args: Any, kwargs: Any) -> bool:
     tensors = _tensors((args, kwargs))
     if not tensors:
         return _is_small_factory(func.overloadpacket, args, kwargs)
-    if any(not hasattr(each, "value") for each in _written(func, args)):
+    if any(not hasattr(each, "value") for each in _written(func, args, kwargs)):
         return False  # torch writes to its constants itself
     values = [of(each) for each in tensors]
     return all(value is not None and _is_kept(value) for value in values)
@@ -112,25 +114,25 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def note(func: Any, args: Any, result: Any, values: Any) -> None:
+def note(func: Any, given: tuple[Any, Any], result: Any, values: Any) -> None:
     """Set the values of an operation's results.
 
     Args:
         func: the operation.
-        args: its arguments.
+        given: its arguments: ``args`` and ``kwargs``.
         result: its result, of fake tensors.
         values: what ``computed`` has returned.
     """
     packet = getattr(func, "overloadpacket", func)  # of FlexAttention there is only one
     if values is not None:
-        owners = {of(each).untyped_storage()._cdata: each for each in _known_among(args)}  # type: ignore[union-attr]
+        owners = {of(each).untyped_storage()._cdata: each for each in _known_among(given)}  # type: ignore[union-attr]
         for each, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(values), strict=True):
             if isinstance(each, FakeTensor) and isinstance(value, Tensor):
                 _note(each, value, owners)
     elif packet is aten.all:
         give(result, torch.ones(result.shape, dtype=torch.bool))
     elif packet is not func and func._schema.is_mutable:
-        for tensor in _written(func, args):
+        for tensor in _written(func, *given):
             forget(tensor)
 
 
@@ -191,16 +193,16 @@ def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
     return count * 8 <= (_LARGEST if whole else _LARGEST_FLOATS)
 
 
-def _known_among(args: Any) -> list[Tensor]:
-    return [each for each in _tensors(args) if isinstance(each, FakeTensor) and of(each) is not None]
+def _known_among(given: Any) -> list[Tensor]:
+    return [each for each in _tensors(given) if isinstance(each, FakeTensor) and of(each) is not None]
 
 
-def _written(func: Any, args: Any) -> list[Any]:
-    """Return the tensors to which an operation writes."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the tensors to which an operation writes, such as ``out``."""
     found: list[Any] = []
-    for argument, given in zip(func._schema.arguments, args, strict=False):
+    for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(given)
+            found += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
     return found
 
 
@@ -234,12 +236,15 @@ def _receive(args: Any, received: dict[int, list[int]]) -> None:
             give(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
-def _add(args: Any) -> None:
-    size = dist.ProcessGroup.unbox(args[1]).size()
+def _reduce(args: Any) -> None:
+    """Multiply known values in a sum; the maximum, minimum or mean of equal values is the value itself."""
+    size, operation = dist.ProcessGroup.unbox(args[1]).size(), args[2].op()
     for tensor in args[0]:
         known = of(tensor)
-        if known is not None:
+        if known is not None and operation == _REDUCTIONS["SUM"]:
             known.mul_(size)
+        elif operation not in _REDUCTIONS.values():
+            forget(tensor)
 
 
 def _gather(args: Any) -> None:
@@ -259,7 +264,7 @@ def _gather_each(args: Any) -> None:
 
 
 _COLLECTIVES: dict[Any, Callable[[Any], None]] = {
-    c10d.allreduce_: _add,
+    c10d.allreduce_: _reduce,
     c10d._allgather_base_: _gather,
     c10d.allgather_: _gather_each,
 }
