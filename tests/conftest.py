@@ -170,11 +170,26 @@ def _end_idle_threads() -> None:
         return
     threads = len(os.listdir(_THREADS))
     if threads - _left_over["threads"] > _IDLE:
+        _forget_embeddings()
         gc.collect()
         threads = len(os.listdir(_THREADS))
     else:
         threads = min(threads, _left_over["threads"])
     _left_over["threads"] = threads
+
+
+def _forget_embeddings() -> None:
+    """Clear the caches of upstream's rotary embeddings, each of which holds a group.
+
+    ``RotaryEmbedding.forward`` of megatron-core has an ``lru_cache`` with 32 entries, of which the embedding
+    itself is a part.
+    """
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("megatron.core.") and name.endswith("rotary_pos_embedding"):
+            for value in vars(module).values():
+                clear = getattr(getattr(value, "forward", None), "cache_clear", None)
+                if clear is not None:
+                    clear()
 
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that; tests send it.

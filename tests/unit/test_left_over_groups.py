@@ -41,6 +41,22 @@ def test_garbage_is_collected(threads: list[int]) -> None:
     assert conftest._left_over["threads"] <= before + 3
 
 
+def test_a_group_of_a_cached_embedding_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings = pytest.importorskip("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    before = len(os.listdir(conftest._THREADS))
+    monkeypatch.setattr(conftest, "_IDLE", 0)
+    monkeypatch.setitem(conftest._left_over, "threads", before)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    embedding = embeddings.RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=dist.new_group([0]))
+    embedding(4)
+    del embedding
+    dist.destroy_process_group()
+    gc.collect()
+    assert len(os.listdir(conftest._THREADS)) > before
+    conftest._end_idle_threads()
+    assert len(os.listdir(conftest._THREADS)) <= before
+
+
 def test_a_few_are_left_to_the_collector(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     before, with_groups = threads
     monkeypatch.setattr(conftest, "_IDLE", with_groups)
