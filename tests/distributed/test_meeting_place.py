@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from megatron_npu.process import meeting_place, torchrun
 from megatron_npu.watchdog import first_contact
 from tests.conftest import on_a_leash
 from tests.finetune import test_train_command
-from tests.support import ports, processes, tiny, train_runs, warm
+from tests.support import foreign_stores, ports, processes, tiny, train_runs, warm
 
 pytest.importorskip("megatron.core")
 
@@ -137,68 +135,35 @@ def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: 
     assert store.get(f"{first_contact._prefix()}/failed").endswith(b" exited: no data. Pass some.")
 
 
-def _pong(connection: socket.socket, then: bytes = b"") -> None:
-    """Answer a ping like a store, and further questions with always the same."""
-    got = b""
-    while len(got) < meeting_place._PING.size:
-        got += connection.recv(meeting_place._PING.size - len(got))
-    connection.sendall(got[-4:])
-    while connection.recv(4096):
-        connection.sendall(then)
-
-
-# what a program that is no store says to whom it accepts, and what is told of it; None hangs up
-FOREIGN: dict[str, tuple[bytes | Callable[[socket.socket], None] | None, str]] = {
-    "pongs": (_pong, "it accepts the connection, but does not answer"),
+# what a program that is no store does with a connection that it has accepted, and what is told of it
+FOREIGN: dict[str, tuple[foreign_stores.Behaviour, str]] = {
+    "pongs": (
+        functools.partial(foreign_stores.answering, more=0),
+        "it accepts the connection, but does not answer",
+    ),
     "knows-no-sums": (
-        functools.partial(_pong, then=bytes(8)),
+        functools.partial(foreign_stores.answering, more=5),
         r"it answers b'.*' to a question of which the answer is \d+",
     ),
-    "silent": (b"", "it accepts the connection, but does not answer"),
-    "closes": (None, "it closes the connection"),
-    "zeros": (bytes(1 << 16), r"it answers b'\\x00\\x00\\x00\\x00' to a ping"),
-    "http": (b"HTTP/1.1 400 Bad\r\n\r\n", "it answers b'HTTP' to a ping"),
+    "silent": (lambda connection: None, "it accepts the connection, but does not answer"),
+    "closes": (socket.socket.close, "it closes the connection"),
+    "zeros": (
+        lambda connection: connection.sendall(bytes(1 << 16)),
+        r"it answers b'\\x00\\x00\\x00\\x00' to a ping",
+    ),
+    "http": (
+        lambda connection: connection.sendall(b"HTTP/1.1 400 Bad\r\n\r\n"),
+        "it answers b'HTTP' to a ping",
+    ),
 }
-
-
-@contextlib.contextmanager
-def _somebody(says: bytes | Callable[[socket.socket], None] | None = b"") -> Iterator[int]:
-    """Serve a port of a program that is not a store."""
-    held: list[socket.socket] = []
-
-    def answer(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            says(connection)  # type: ignore[misc, operator]
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(server.accept()[0])
-                if says is None:
-                    held.pop().close()
-                elif callable(says):
-                    threading.Thread(target=answer, args=(held[-1],), daemon=True).start()
-                else:
-                    held[-1].sendall(says)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for each in held:
-                each.close()
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize("command", ["pretrain", "doctor"])
 def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> None:
     """torch's client waits without a limit for the answer of a program that accepts and says nothing."""
-    says, line = FOREIGN[kind]
-    with _somebody(says) as port:
+    behave, line = FOREIGN[kind]
+    with foreign_stores.serving(behave) as port:
         flags = [*tiny.flags_for(Path())[:-2], "--mock-data"] if command == "pretrain" else ["--cluster"]
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
         place = {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -215,7 +180,7 @@ def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> 
 
 @pytest.mark.parametrize(("nodes", "kind"), [("1", "silent"), ("2", "silent"), ("2", "pongs")])
 def test_torchrun_is_ended_whose_store_is_another_program(nodes: str, kind: str) -> None:
-    with _somebody(FOREIGN[kind][0]) as port:
+    with foreign_stores.serving(FOREIGN[kind][0]) as port:
         place = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
         words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]

@@ -6,23 +6,19 @@ import contextlib
 import os
 import pickle
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
 from tests.campaign.accounts.trials import REFUSED, Try
-from tests.support import ports, tiny
+from tests.support import foreign_stores, ports, tiny
 from tests.support.payload import Runs
 
 _PLACE = "stores"
 _LIMIT = 150.0  # seconds: 60 of waiting, 30, and the start
-_PING = struct.Struct("=BIBI")
-Behaviour = Callable[[socket.socket], object]
 
 
 def tries(room: Room) -> Iterator[Try]:
@@ -30,7 +26,7 @@ def tries(room: Room) -> Iterator[Try]:
     samples = Samples(room)
     for name, behave in behaviours(room).items():
         for how in ("on one machine", "on two machines", "torchrun"):
-            with serving(behave) as port:
+            with foreign_stores.serving(behave) as port:
                 what = f"{how}: a program that {name}"
                 yield _rank(samples, what, port, how)
     for how in ("on one machine", "torchrun"):
@@ -50,7 +46,7 @@ def _rank(samples: Samples, what: str, port: int, how: str) -> Try:
     return Try(_PLACE, what, words, REFUSED, variables={**rank, **local}, limit=_LIMIT)
 
 
-def behaviours(room: Room) -> dict[str, Behaviour]:
+def behaviours(room: Room) -> dict[str, foreign_stores.Behaviour]:
     """Return what programs do with a connection that they have accepted."""
     runs = pickle.dumps(Runs(room.mark("store"))) * 20
     return {
@@ -60,55 +56,10 @@ def behaviours(room: Room) -> dict[str, Behaviour]:
         "speaks HTTP": lambda connection: connection.sendall(b"HTTP/1.1 400 Bad\r\n\r\n" * 50),
         "sends pickles": lambda connection: connection.sendall(runs),
         "sends zeros": lambda connection: connection.sendall(bytes(1 << 16)),
-        "answers the ping": lambda connection: answering(connection, 0),
-        "answers the ping and one question": lambda connection: answering(connection, 1),
-        "answers the ping and five questions": lambda connection: answering(connection, 5),
+        "answers the ping": lambda connection: foreign_stores.answering(connection, 0),
+        "answers the ping and one question": lambda connection: foreign_stores.answering(connection, 1),
+        "answers the ping and five questions": lambda connection: foreign_stores.answering(connection, 5),
     }
-
-
-def answering(connection: socket.socket, more: int) -> None:
-    """Answer a ping of torch's store, then so many messages with eight zero bytes, then nothing."""
-    with contextlib.suppress(OSError):
-        got = b""
-        while len(got) < _PING.size:
-            part = connection.recv(_PING.size - len(got))
-            if not part:
-                return
-            got += part
-        connection.sendall(got[-4:])
-        for _ in range(more):
-            if not connection.recv(4096):
-                return
-            connection.sendall(bytes(8))
-        while connection.recv(4096):
-            pass
-
-
-@contextlib.contextmanager
-def serving(behave: Behaviour) -> Iterator[int]:
-    """Serve a port of a program that is not a store."""
-    held: list[socket.socket] = []
-
-    def one(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            behave(connection)
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(server.accept()[0])
-                threading.Thread(target=one, args=(held[-1],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        try:
-            yield server.getsockname()[1]
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for each in held:
-                each.close()
 
 
 _STORE = """
