@@ -77,8 +77,18 @@ def install() -> None:
         _undoing.callback(spawned_processes.disarm)
         spawned_processes.arm()
         _undoing.callback(empty_spawn.leave)
-        empty_spawn.watch()
+        empty_spawn.watch(_count_npus)
         torchrun.watch()
+
+
+def _count_npus() -> int:
+    """Return the number of NPUs that a redirection would map ``torch.cuda`` to."""
+    from megatron_npu import devices
+
+    if os.environ.get(settings.DEVICE.name, "").strip() == "cpu":
+        return 0
+    npu = devices.NpuDevice()
+    return npu.count() if npu.absence() is None else 0
 
 
 def cure_numbers() -> None:
@@ -257,7 +267,7 @@ def _activate() -> Context:
     _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
     found = megatrons.find()
-    found.require_supported()
+    found.require_supported(_main_file())
     stock_tools.refuse(_main_file(), sys.argv[1:])
     device = _redirect_torch()
     if found.name.startswith("megatron_deepspeed"):
