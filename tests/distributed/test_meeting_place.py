@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import meeting_place, torchrun
+from megatron_npu.process import meeting_place, torchrun_waits
 from megatron_npu.watchdog import first_contact
 from tests.conftest import on_a_leash
 from tests.finetune import test_train_command
@@ -98,18 +98,18 @@ LAUNCHES = {
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_torchruns_that_are_watched(case: str) -> None:
     command, expected = LAUNCHES[case]
-    words = torchrun._options(command)
-    place = torchrun._place(words) if words else None
+    words = torchrun_waits._options(command)
+    place = torchrun_waits._place(words) if words else None
     assert (place and (place.host, place.port, place.serves, place.elsewhere)) == expected
 
 
 def test_a_longer_wait_that_torchrun_was_told_is_kept() -> None:
     words = [*MASTER, "--rdzv-conf", "rank=1,timeout=1800"]
-    place = torchrun._place(words)
+    place = torchrun_waits._place(words)
     assert place is not None
     assert meeting_place._hint(place)[1] == place.patience == 1800
     assert meeting_place.patience_for_others(place.patience) == 1800
-    assert torchrun._place(MASTER).patience == 0  # type: ignore[union-attr]
+    assert torchrun_waits._place(MASTER).patience == 0  # type: ignore[union-attr]
 
 
 def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

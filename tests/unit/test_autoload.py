@@ -10,7 +10,7 @@ import pytest
 
 from megatron_npu import plugin
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import empty_spawn
+from megatron_npu.process import spawn_without_gpus
 from tests.conftest import ROOT
 from tests.sim.conftest import simulated  # noqa: F401  a fixture
 from tests.support import processes
@@ -129,7 +129,7 @@ def test_a_plain_program_is_not_redirected_by_itself_and_is_told_of_the_npus(
 
 
 def test_a_machine_with_gpus_is_not_said_to_have_none():
-    said = empty_spawn.explanation(2, lambda: pytest.fail("NPUs are counted for nothing"))
+    said = spawn_without_gpus.explanation(2, lambda: pytest.fail("NPUs are counted for nothing"))
     assert said.endswith("starts no process. This machine has 2 CUDA devices.")
 
 
