@@ -183,7 +183,8 @@ class Parser(argparse.ArgumentParser):
             actions = [
                 action
                 for action in group._group_actions
-                if word in f"{title} {' '.join(action.option_strings)} {action.help}".casefold()
+                if action.help != argparse.SUPPRESS
+                and word in f"{title} {' '.join(action.option_strings)} {action.help}".casefold()
             ]
             found = found or bool(actions)
             formatter.start_section(title)

@@ -680,7 +680,7 @@ def _logging(add: Add) -> None:
         "--dashboard",
         type=address,
         metavar="[HOST:]PORT",
-        help="serve a dashboard of the run on this port; 0: any free port (default: no "
+        help="serve a dashboard of the run at this address; port 0 selects any free port (default: no "
         "dashboard; HOST: 127.0.0.1)",
     )
     add_shared(
