@@ -162,7 +162,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
 def _of_ledger(ledger: dict[str, Any]) -> list[str]:
     found = [f"patch failed: {line}" for line in ledger.get("failed", [])]
     found += [
-        f"Part of Megatron is {reason}: a script that needs it fails too. Install the package."
+        f"Part of Megatron is {reason}. A script that needs this part fails too: install the package."
         for reason in ledger.get("not_imported", [])
     ]
     return found + ([f"Megatron cannot be patched: {ledger['error']}"] if "error" in ledger else [])
