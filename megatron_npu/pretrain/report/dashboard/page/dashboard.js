@@ -1,4 +1,4 @@
-// Follows a run: each event of /events is its whole state (snapshot.py), drawn anew.
+// Follows a run: each event of /events is its whole state (snapshot.py), drawn again.
 "use strict";
 
 const FACTS = [ // name in state.latest, what it is called, how it is written
