@@ -292,7 +292,7 @@ class Parser(argparse.ArgumentParser):
             near = nearest(first, known)
             meant = f"Did you mean {either(near)}? " if near else ""
             if instead := instead_of(first, known):
-                meant = f"Use {instead}. "
+                meant = f"{instead[0].upper()}{instead[1:]}. "
             raise UsageError(f"unknown flag {' '.join(flags)}", remedy=meant + self._remedy())
         if unknown:
             self.error(f"unexpected argument {' '.join(unknown)}")
