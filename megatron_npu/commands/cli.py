@@ -91,8 +91,8 @@ _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
         "this command requires it",
-        "Install the build for your device (docs/reference/versions.md#which-torch). The commands check and "
-        "--help work without it.",
+        "Install the build for your device (docs/reference/versions.md#which-torch). `megatron-npu check` "
+        "and --help work without it.",
     ),
 }
 # these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:
@@ -277,7 +277,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
-        return f"the memory of this process is used up ({said}). Use less, or raise its limit (ulimit -v)", 1
+        return f"this process ran out of memory ({said}). Use less memory, or raise the limit (ulimit -v)", 1
     if not isinstance(error, OSError | RuntimeError):
         return None
     if errors.is_of_processes(error):

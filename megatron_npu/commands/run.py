@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "device from the start, including in spawned processes",
     )
     help_text = (
-        f"number of devices that a CPU counts as, like {settings.CPU_DEVICES.name}=N but only for "
-        "this program"
+        f"number of devices that torch.cuda.device_count() reports on a CPU; like "
+        f"{settings.CPU_DEVICES.name}=N, but only for this program"
     )
     result.add_argument("--cpu-devices", type=positive, help=help_text)
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...]")

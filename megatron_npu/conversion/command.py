@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end-of-text token to use if the source's files do not specify one (only with --to megatron)",
     )
-    tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (from megatron)")
+    tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (only with --from megatron)")
     return result
 
 
@@ -146,9 +146,9 @@ def _enough_memory(source: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and "allocate memory" not in str(error):  # torch's allocator
             raise
         raise UsageError(
-            f"the conversion of {source} does not fit into memory, of which "
-            f"{host_memory.available() / 1e9:.1f} GB are available. End other programs, raise a limit of "
-            "this process (ulimit -v), or use a larger machine."
+            f"the conversion of {source} does not fit into memory ("
+            f"{host_memory.available() / 1e9:.1f} GB are available). Stop other programs, raise the memory "
+            "limit of this process (ulimit -v), or use a machine with more memory."
         ) from error
 
 

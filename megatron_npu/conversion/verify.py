@@ -138,7 +138,7 @@ def verify(
         raise UsageError(
             f"after {result.positions} tokens the original and the converted model rotate queries "
             "and keys by different angles: the sines of the angles differ by "
-            f"{result.turned:.3g}, but must differ by at most "
+            f"{result.turned:.3g}, but may differ by at most "
             f"{far_rotation.bound(result.positions):.3g}. Nothing was written. Please report it."
         )
     return result
@@ -165,12 +165,13 @@ def told(
     if logits:
         yield (
             f"logits of both models in fp32 on {result.tokens} tokens: the largest difference is "
-            f"{result.difference:.2e}, the largest logit {result.largest:.2e}, and the limit {BOUND:g} of it"
+            f"{result.difference:.2e}, the largest logit is {result.largest:.2e}, and the "
+            f"limit is {BOUND:g} of the largest logit"
         )
         if result.positions:
             yield (
                 f"rotation angles of both models at the end of {result.positions} tokens: the largest "
-                f"difference of sines is {result.turned:.2e}, and the limit "
+                f"difference of sines is {result.turned:.2e}, and the limit is "
                 f"{far_rotation.bound(result.positions):.1e}"
             )
     elif request.proof is None:

@@ -143,7 +143,7 @@ FOREIGN: dict[str, tuple[foreign_stores.Behaviour, str]] = {
     ),
     "knows-no-sums": (
         functools.partial(foreign_stores.answering, more=5),
-        r"it answers b'.*' to a question of which the answer is \d+",
+        r"it answers b'.*' to a request whose answer is \d+",
     ),
     "silent": (lambda connection: None, "it accepts the connection, but does not answer"),
     "closes": (socket.socket.close, "it closes the connection"),

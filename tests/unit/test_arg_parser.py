@@ -235,7 +235,7 @@ def test_help_of_a_command_is_its_own(capsys):
         (
             "pretrain",
             "--use-fused-rmsnorm",
-            "Use no flag for this, because fused operations are always on.",
+            "Remove this flag, because fused operations are always on.",
         ),
         ("pretrain", "--npu-deterministic", "Use --deterministic-mode."),
         ("train", "--use-fused-rmsnorm", "Use --fused-ops, which replaces all operations"),
@@ -264,7 +264,7 @@ def test_a_stock_script_s_parser_answers_with_ours(capsys):
     end = capsys.readouterr().err.partition("unrecognized arguments: ")[2].splitlines()
     assert end == [
         "--use-fused-rmsnorm --bogus --sliding-window=8",
-        "megatron_npu: --use-fused-rmsnorm: use no flag for this, because fused operations are always on.",
+        "megatron_npu: --use-fused-rmsnorm: remove this flag, because fused operations are always on.",
         "megatron_npu: --sliding-window: use --pre-tockens N, where N is one less than Transformers' "
         "sliding_window.",
     ]

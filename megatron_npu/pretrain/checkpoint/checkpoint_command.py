@@ -60,7 +60,7 @@ def _parser() -> Parser:
     parser = Parser(
         "megatron-npu checkpoint",
         __doc__,
-        epilog="exit code: 0; 1: a file is damaged or missing; 2: bad usage",
+        epilog="exit code: 0: success; 1: a file is damaged or missing; 2: bad usage",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (

@@ -364,7 +364,7 @@ def dashboard(room: Room) -> Iterator[Verdict]:
             (folder / file).write_bytes(rows)
         room.give(folder)
         port = ports.free_port()
-        with Server(room, ["dashboard", str(folder), "--at", f"{_LIMIT}:{port}"], port, "/") as server:
+        with Server(room, ["dashboard", str(folder), "--port", f"{_LIMIT}:{port}"], port, "/") as server:
             yield server.tried("dashboard", Request(f"page: {name}", get("/", "Connection: close\r\n")))
             yield server.tried("dashboard", Request(f"events: {name}", _events))
             yield server.tried(
