@@ -127,7 +127,7 @@ first checkpoint.
 Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2026-11-27, commit 495883fd):
 
 - `torchrun --nnodes 1:2` with two ranks per machine, as printed in
-  [the tutorial](../tutorials/machines.md): 4, then 2, then 4 ranks over 43 iterations; the losses match those
+  [the how-to page](../how-to/machines.md): 4, then 2, then 4 ranks over 43 iterations; the losses match those
   of one process to within 1.6e-7.
 - A rank that was stopped for three quarters of the time: after 20 steps the log named it and its machine
   (875.5 ms, 1.7 times the median), and the dashboard showed it in Chromium at widths of 1280 and 390 pixels,
