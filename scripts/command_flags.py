@@ -31,8 +31,10 @@ examples. Every command accepts `--help`, `--help=KEYWORD` (only the flags about
 [exit-codes.md](exit-codes.md) lists the exit codes.
 """
 
+
 class _ParsedError(Exception):
     """Carries a command's parser out of the command, which would exit after its help."""
+
 
 def parser_of(*command: str) -> arg_parser.Parser:
     """Return the parser that a command makes."""
@@ -51,6 +53,7 @@ def parser_of(*command: str) -> arg_parser.Parser:
         arg_parser.Parser.print_help = plain  # type: ignore[method-assign]
     raise ValueError(f"{command} prints no help")
 
+
 def page() -> str:
     """Return the text of the page."""
     parts = [HEAD]
@@ -58,6 +61,7 @@ def page() -> str:
         if name not in AGAIN:
             parts += section(name)
     return "\n".join(parts)
+
 
 def section(name: str) -> Iterator[str]:
     """Yield the blocks of a command: what it does, and its actions or its flags."""
@@ -76,10 +80,12 @@ def section(name: str) -> Iterator[str]:
         if flags:
             yield "\n".join(["| flag | default | meaning |", "|---|---|---|", *map(flag_row, flags)]) + "\n"
 
+
 def _actions_help(action: object, name: str) -> str:
     """Return the help text of a subcommand."""
     choices = getattr(action, "_choices_actions", [])
     return next((str(one.help) for one in choices if one.dest == name), "")
+
 
 if __name__ == "__main__":
     sys.exit(finish({PAGE: page()}, check="--check" in sys.argv))

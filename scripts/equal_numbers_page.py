@@ -54,6 +54,7 @@ newer runs. Megatron-LM 285068c8 supports neither context parallelism nor expert
 NOT_YET = """Not measured yet: {}.
 """
 
+
 def page() -> str:
     """Return the text of the page."""
     rows: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
@@ -70,6 +71,7 @@ def page() -> str:
     parts += _measured(rows)
     parts += _origins(json.loads(TRUTH.read_text(encoding="utf-8")))
     return "\n".join(parts)
+
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| layout | " + " | ".join(f"{device} {dtype}" for device, dtype in COLUMNS) + " |"
@@ -88,6 +90,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
             for layout, reason in reasons.items()
         )
 
+
 def _cell(row: dict[str, Any]) -> str:
     if row.get("refused"):
         return "failed" if row["refused"].startswith("failed") else "refused"
@@ -95,12 +98,14 @@ def _cell(row: dict[str, Any]) -> str:
         return "baseline"
     return " / ".join("0" if row[name] == 0 else f"{row[name]:.0e}" for name in ("loss", "norm"))
 
+
 def _measured(rows: list[dict[str, Any]]) -> Iterator[str]:
     dates, commits = sorted(row["date"][:10] for row in rows), sorted({row["commit"] for row in rows})
     yield (
         f"The tables contain {len(rows)} cells, which were measured from {dates[0]} to {dates[-1]} at "
         f"{', '.join(commits)}.\n"
     )
+
 
 ORIGINS = """## Where the differences come from
 
@@ -130,6 +135,7 @@ loss depends more on the seed than on the layout. Single-process losses in bf16 
 | layout | {} | largest |
 |---|{}---|"""
 
+
 def _of_fsdp(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Return the errors of the first gradients, for the text on FSDP."""
     rows = {row["run"]: row for row in runs}
@@ -139,6 +145,7 @@ def _of_fsdp(runs: list[dict[str, Any]]) -> dict[str, float]:
     names["zero"] = "cpu bf16, Megatron's FSDP 2"
     found = {key: rows[name]["gradient"] for key, name in names.items()}
     return {**found, "rounded": rows[one]["rounded"]}
+
 
 def _origins(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that explain the sources of the differences."""
@@ -169,6 +176,7 @@ def _origins(found: dict[str, Any]) -> Iterator[str]:
         for date, commit in sorted(later)
     )
     yield f"These values were measured on {found['date'][:10]} at {found['commit']}{more}.\n"
+
 
 if __name__ == "__main__":
     sys.exit(finish({PAGE: page()}, check="--check" in sys.argv[1:]))

@@ -30,6 +30,7 @@ means that no version up to 0.19.2 has a fix; without a number, no issue has bee
 """
 VERSIONS = "0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2 0.20.0".split()
 
+
 def numbers() -> str:
     """Return the table of megatron-core's bugs that produce wrong values, with the versions that have them."""
     lines = ["| what goes wrong | from | to | fixed in |", "|---|---|---|---|"]
@@ -40,27 +41,36 @@ def numbers() -> str:
             lines.append(f"| {_cell(bug.effect)}{own} | {found[0]} | {found[-1]} | {_until(bug)} |")
     return "\n".join(lines)
 
+
 def others() -> str:
     """Return the tables of the bugs that are always fixed, of each upstream."""
     lines = []
     for name in megatrons.NAMES:
-        lines += [f"\n## {name}\n", "| what goes wrong | versions | until | fixed here by |", "|---|---|---|---|"]
+        lines += [
+            f"\n## {name}\n",
+            "| what goes wrong | versions | until | fixed here by |",
+            "|---|---|---|---|",
+        ]
         for bug in known_bugs.bugs(name):
             if not bug.wrong_numbers:
                 versions = "; ".join(text.replace(",", ", ") or "all" for text in bug.versions)
                 lines.append(f"| {_cell(bug.effect)} | {_cell(versions)} | {_until(bug)} | {_places(bug)} |")
     return "\n".join(lines)
 
+
 def _until(bug: Bug) -> str:
     """Return which version fixes the bug, in few words."""
     text = bug.until.replace("not fixed up to 0.19.2, and no issue has been filed upstream", "not fixed")
     return _cell(text.replace("not fixed up to 0.19.2, #", "not fixed, #"))
 
+
 def _places(bug: Bug) -> str:
     return ", ".join(f"`{target}`" for target in bug.targets)
 
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
 
 if __name__ == "__main__":
     text = inserted(

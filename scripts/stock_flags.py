@@ -65,6 +65,7 @@ commit d98e8a64, and 0.19 is core_v0.19.0. Flags without a remark are listed by 
 if the two differ.
 """
 
+
 def page() -> str:
     """Return the text of the page."""
     trained = flags_of_tests()
@@ -80,10 +81,12 @@ def page() -> str:
                 groups.setdefault(row["group"], []).append(names)
     return "\n".join([HEAD, *_totals(cells), *_tables(groups, versions, cells)])
 
+
 def recorded(tree: str) -> dict[str, Any]:
     """Return the recorded results for the tree's own flags."""
     rows = json.loads((RESULTS / f"{tree}.json").read_text(encoding="utf-8"))
     return {names: row for names, row in rows.items() if row["group"] not in OURS}
+
 
 def _totals(cells: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     kinds = ["trained", "taken", "not here", "checked", "no effect", "left out", "refused", "fails"]
@@ -92,6 +95,7 @@ def _totals(cells: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         counts = Counter(states.values())
         yield f"| {name} | {len(states)} | {' | '.join(str(counts[kind]) for kind in kinds)} |"
     yield ""
+
 
 def _tables(
     groups: Mapping[str, list[str]],
@@ -118,6 +122,7 @@ def _tables(
             head = f"| flag | {' | '.join(versions)} | remark |\n|{'---|' * (len(versions) + 2)}"
             yield "\n".join([head, *rows, ""])
 
+
 def state(names: str, row: Mapping[str, Any], trained: frozenset[str]) -> str:
     """Return the word that the page uses for a flag's result."""
     if row["outcome"] != "taken":
@@ -130,6 +135,7 @@ def state(names: str, row: Mapping[str, Any], trained: frozenset[str]) -> str:
         return "checked"
     return "taken" if "training" in row["readers"] else "not here"
 
+
 def remark(row: Mapping[str, Any], states: list[str]) -> str:
     """Return the notes that a reader must know in addition to the words."""
     if row["outcome"] == "taken":
@@ -140,11 +146,13 @@ def remark(row: Mapping[str, Any], states: list[str]) -> str:
     line = line if len(line) <= 160 else f"{line[: line[:160].rindex(' ')]} …"
     return f"`{row['given']}`: {line}".replace("|", "\\|").replace("<", "&lt;").replace("…", "...")
 
+
 def flags_of_tests() -> frozenset[str]:
     """Return every flag that appears in a test that trains with a stock script."""
     files = [path for pattern in TESTS for path in (ROOT / "tests/adaptors/megatron_core").glob(pattern)]
     files += [ROOT / "tests/support/stock_core.py"]
     return frozenset(flag for path in files for flag in re.findall(r"--[a-zA-Z][\w-]+", path.read_text()))
+
 
 def record(checkout: Path) -> None:
     """Try the flags of a tree, and store the results."""
@@ -168,6 +176,7 @@ def record(checkout: Path) -> None:
     text = json.dumps(rows, indent=1, ensure_ascii=False)
     (RESULTS / f"{checkout.name}.json").write_text(f"{text}\n", encoding="utf-8")
 
+
 def readers(checkout: Path) -> dict[str, set[str]]:
     """Return the parts of the tree that read each name, as an attribute or in quotes."""
     found: dict[str, set[str]] = {}
@@ -187,10 +196,12 @@ def readers(checkout: Path) -> dict[str, set[str]]:
             found.setdefault(attribute, set()).add(part)
     return found
 
+
 def _checks(text: str) -> str:
     """Return the functions in the parser's module that handle arguments but do not declare flags."""
     functions = re.split(r"(?m)^(?=def )", text)
     return "".join(function for function in functions if not re.match(r"def (_add|add)_", function))
+
 
 if __name__ == "__main__":
     if "--record" in sys.argv[1:]:
