@@ -30,7 +30,7 @@ PLACES = {
 _NOTES = re.compile(r"^- (?:Peak memory: |\d+ ranks share |A simulated NPU is no hardware).*\n?", re.M)
 # what the tables of those days say in other words
 _WORDS = {
-    r"Other programs ran beside it: the load was ([\d.]+ on \d+ cores) when it began\..*": r"The load was \1.",
+    r"Other programs ran beside it: the load was ([\d.]+ on \d+ cores) when.*": r"The load was \1.",
     "processor time": "CPU time",
     "shared out over": "sharded over",
     "shares out the same": "shards the same",

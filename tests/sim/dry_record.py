@@ -18,19 +18,20 @@ PAGE = ROOT / "docs" / "records" / "plan.md"
 RESULTS = ROOT / "benchmarks" / "results" / "plan"
 _HEAD = """# Full simulated runs against dry runs
 
-For reviewers who want to know in which layouts a dry run of `megatron-npu plan` matches a full simulated run.
+For reviewers who want to know in which layouts a dry run of `megatron-npu plan` matches a full simulated
+run.
 
 ```bash
 make plan-grid     # or: python -m tests.sim.dry_grid --layout gpt-tp2 --output FILE
 ```
 
-This command trains small models for two iterations in full on simulated NPUs, and runs each kind of their ranks
-alone and dry (nothing above 16 KiB is computed). "Equal" means that torch_npu's allocator reports the same peak
-and the same reserved memory, to the byte, for every rank and its representative. If a representative has other
-memory, the rank itself is also run dry: in `experts-ep2-uneven`, the experts of rank 0 get 1.5 times and those of
-rank 1 half an even share. The commit is the last one that changed what a comparison depends on. In
-`experts-free`, no capacity is padded, and in both runs each expert gets an even share of the tokens. All bytes
-are in `benchmarks/results/plan/grid.json`.
+This command trains small models for two iterations in full on simulated NPUs, and runs each kind of their
+ranks alone and dry (nothing above 16 KiB is computed). "Equal" means that torch_npu's allocator reports the
+same peak and the same reserved memory, to the byte, for every rank and its representative. If a
+representative has other memory, the rank itself is also run dry: in `experts-ep2-uneven`, the experts of
+rank 0 get 1.5 times and those of rank 1 half an even share. The commit is the last one that changed what a
+comparison depends on. In `experts-free`, no capacity is padded, and in both runs each expert gets an even
+share of the tokens. All bytes are in `benchmarks/results/plan/grid.json`.
 
 """
 
@@ -103,9 +104,9 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     said = [
         "## Mistakes",
         "",
-        "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none). The",
-        "table shows the last line of each job of the built-in trainer. Other programs ran on the machine, so",
-        "the seconds are upper bounds.",
+        "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none).",
+        "The table shows the last line of each job of the built-in trainer. Other programs ran on the",
+        "machine, so the seconds are upper bounds.",
         f"{_when(found)}: {right} of {len(found)} as expected.",
         "",
         "| job | exit code | seconds | said |",

@@ -35,17 +35,18 @@ reports this.
 
 ## How they are run
 
-- **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs. This runner starts 8 processes, or a single
-  one if eight processes would all do the same. `upstream_tests/worlds.json` lists the exceptions with their
-  reasons.
+- **Worlds.** Upstream's CI runs every file with 8 ranks on 8 GPUs. This runner starts 8 processes, or a
+  single one if eight processes would all do the same. `upstream_tests/worlds.json` lists the exceptions
+  with their reasons.
 - **A test passes** if it passes on all its ranks.
-- **The environment of the tests.** The tests find an accelerator (`torch.cuda.is_available()` is true in the
-  test files), and `is_cuda` of tensors has the same value as for Megatron. They find no network.
+- **The environment of the tests.** The tests find an accelerator (`torch.cuda.is_available()` is true in
+  the test files), and `is_cuda` of tensors has the same value as for Megatron. They find no network.
 - **Experimental tests.** A test that upstream marks as experimental is run with `--experimental`, and the
   others without, like in the two sessions of upstream's CI.
 - **Memory.** A test that would leave less than a tenth of the machine's memory free does not count.
-- **Megatron-DeepSpeed.** For deepspeedai's checkout, all tests in `tests` are run with the extra `[deepspeed]`,
-  except its functional tests. bigscience's results are on [another page](megatron-deepspeed.md#the-checkouts-own-tests).
+- **Megatron-DeepSpeed.** For deepspeedai's checkout, all tests in `tests` are run with the extra
+  `[deepspeed]`, except its functional tests. bigscience's results are on [another
+  page](megatron-deepspeed.md#the-checkouts-own-tests).
 - **TransformerEngine** is not installed. A test that fails for this reason is run a second time, with
   `MEGATRON_NPU_TE=local` ([our layers under its
   names](../explanation/without-transformer-engine.md#layers-under-its-names)), and this result counts.
@@ -55,12 +56,12 @@ reports this.
 A test is *excluded* if it failed for a reason that is unrelated to the plug-in;
 `upstream_tests/exclusions.json` contains each rule with its reason. A rule never changes the result of a
 test that passes. *Skipped* tests are those that upstream's own marks skip. The quota is passed / (passed +
-failed). A file that cannot be imported counts as one test. Files that are not recorded were not run to their
-end, and their results are unknown.
+failed). A file that cannot be imported counts as one test. Files that are not recorded were not run to
+their end, and their results are unknown.
 
 Five tests in core_v0.18.2 never end on a CPU, and are excluded. Two in `test_multimodule_schedules.py` hang
-while gloo connects a group, because torch gives two groups the same name. Three in `TestMimoCheckpoint` hang
-because TransformerEngine's layers are mocks.
+while gloo connects a group, because torch gives two groups the same name. Three in `TestMimoCheckpoint`
+hang because TransformerEngine's layers are mocks.
 """
 
 
