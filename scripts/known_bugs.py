@@ -1,7 +1,7 @@
 """Write docs/internals/fixed-bugs.md and the table of docs/reference/known-upstream-bugs.md.
 
-Usage: known_bugs.py [--check]. The adaptors' records are all that is needed, no Megatron. With --check nothing
-is written; the exit code is 1 if a page is not up to date.
+Usage: known_bugs.py [--check]. No Megatron is needed, only the adaptors' records. With --check
+nothing is written; the exit code is 1 if a page is not up to date.
 """
 
 from __future__ import annotations
