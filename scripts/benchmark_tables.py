@@ -45,26 +45,49 @@ the absolute values. In files from 2026-11-25 on, ratios of training steps are m
 neighboring steps (`benchmarks/turns.py`). Each file is listed with its date; `git log -1 -- FILE` shows its
 commit. Nothing on this page was measured on an NPU.
 
-"Stock" refers to megatron-core's own unfused code. "The redirection" is the minimum set of patches with
-which stock Megatron runs on a device. "The floor" is the time that torch needs for the matrix products of a
-training step alone. A first step begins a median step before its end.
+"Stock" refers to megatron-core's own unfused code. "The redirection" is the minimum set of patches with which
+stock Megatron runs on a device. "The floor" is the time that torch needs for the matrix products of a
+training step alone. A first step begins a median step before its end. In the tables of runs, ratios are of
+tokens per second.
 """
 
 
 class Goal(NamedTuple):
-    """A measured value and its goal, which is a minimum (``least``) or a maximum (``most``)."""
+    """A measured value and its goal, which is a minimum (``least``) or a maximum (``most``).
+
+    Goals with the same ``run`` are in one row.
+    """
 
     what: str
     measured: float
     least: float | None = None
     most: float | None = None
+    run: str = ""
 
     def row(self) -> str:
         """Return the table row of the goal."""
+        return f"| {self.what} | {self.judged()} |"
+
+    def judged(self) -> str:
+        """Return the goal, the measured value, and whether it meets the goal, as cells."""
         aim = f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
         low = self.least is not None and self.measured < self.least
         high = self.most is not None and self.measured > self.most
-        return f"| {self.what} | {aim} | {self.measured:.3g} | {'**missed**' if low or high else 'met'} |"
+        return f"{aim} | {self.measured:.3g} | {'**missed**' if low or high else 'met'}"
+
+
+def runs_table(goals: list[Goal]) -> list[str]:
+    """Return the goals of runs as a table with a row for each run."""
+    lines = ["| run | measured (goal) |", "|---|---|"]
+    for run in dict.fromkeys(goal.run for goal in goals):
+        cells = (
+            f"{found} {goal.what} ({aim}, {verdict})"
+            for goal in goals
+            if goal.run == run
+            for aim, found, verdict in [goal.judged().split(" | ")]
+        )
+        lines.append(f"| {run} | {'; '.join(cells)} |")
+    return [*lines, ""]
 
 
 def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
@@ -144,26 +167,18 @@ def train(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     goals = {"huggingface": 1.3, "redirection": 2.0, "floor": 0.6 if bf16 else 0.85}
     labels = {"huggingface": "Hugging Face", "redirection": "the redirection", "floor": "the floor"}
     for other in (other for other in goals if other in ratios):
-        yield Goal(f"tokens/s, {run}, relative to {labels[other]}", ratios[other], least=goals[other])
+        yield Goal(f"times {labels[other]}", ratios[other], least=goals[other], run=run)
     peers = [ratio for other, ratio in ratios.items() if other.endswith("compiled")]
     if peers:
-        yield Goal(
-            f"tokens/s, {run}, relative to the best compiled alternative",
-            min(peers),
-            least=1.4 if bf16 else 1.3,
-        )
+        yield Goal("times the best compiled alternative", min(peers), least=1.4 if bf16 else 1.3, run=run)
         start = statistics.median(data["start_seconds"]["project"])
         step = (
             data["model"]["batch"]
             * data["model"]["seq"]
             / statistics.median(data["tokens_per_second"]["project"])
         )
-        yield Goal(
-            f"seconds until the first step begins, {run}",
-            start - step,
-            most=6,
-        )
-        yield Goal(f"seconds until the first step ends, {run}", start, most=6)
+        yield Goal("s until the first step begins", start - step, most=6, run=run)
+        yield Goal("s until it ends", start, most=6, run=run)
 
 
 def step_profile(name: str, data: dict[str, Any]) -> Iterator[str]:
@@ -327,12 +342,12 @@ def attention(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     for row in data["rows"]:
         least = {"causal, 1024": 2.0, "window 2048, 8192": 5.0}.get(row["name"])
         if least:
-            what = f"attention, {row['name']}, {row['dtype']} {row['pass']}, speed relative to stock"
-            yield Goal(what, row["times_stock"], least=least)
+            run = f"{row['name']}, speed relative to stock"
+            yield Goal(f"in {row['dtype']} {row['pass']}", row["times_stock"], least=least, run=run)
     for row in data["growth"]:
-        pairs = f"its visible pairs grow by {row['growth_of_visible_pairs']:g}"
-        what = f"growth from 2,048 to 16,384 tokens, window {row['window']}, {row['dtype']} ({pairs})"
-        yield Goal(what, row["growth"], most=8.5)
+        pairs = f"visible pairs grow by {row['growth_of_visible_pairs']:g}"
+        run = f"growth from 2,048 to 16,384 tokens, window {row['window']} ({pairs})"
+        yield Goal(f"in {row['dtype']}", row["growth"], most=8.5, run=run)
 
 
 def ops(name: str, data: dict[str, Any]) -> Iterator[Goal]:
@@ -352,9 +367,10 @@ def ops(name: str, data: dict[str, Any]) -> Iterator[Goal]:
 def generate(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals for token generation."""
     for case in data["batches"]:
-        what = f"generated tokens/s, {data['model']['name']} {data['model']['dtype']}, batch {case['batch']}"
-        yield Goal(f"{what}, relative to Transformers", case["project_over"]["huggingface"], least=1.2)
-        yield Goal(f"{what}, relative to no cache", case["project_over"]["recompute"], least=1.2)
+        run = f"{data['model']['name']} {data['model']['dtype']}, batch {case['batch']}"
+        over = case["project_over"]
+        yield Goal("times Transformers", over["huggingface"], least=1.2, run=run)
+        yield Goal("times no cache", over["recompute"], least=1.2, run=run)
 
 
 def steady(name: str, data: dict[str, Any]) -> Iterator[Goal]:
@@ -392,8 +408,8 @@ def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     model = data["model"]
     for ways, ratio in data["ratios"].items():
         size = f"{model['layers']} layers, {model['batch']} x {model['seq_length']} tokens"
-        what = f"{model['model']}, {size}, {data['dtype']}: {ways}"
-        yield Goal(f"{what}, speed", ratio, least=1.2 if ways.endswith("compile") else 1.5)
+        least = 1.2 if ways.endswith("compile") else 1.5
+        yield Goal(f"for {ways}", ratio, least=least, run=f"{model['model']}, {size}, {data['dtype']}, speed")
 
 
 def hf_losses(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
@@ -537,9 +553,11 @@ def page() -> str:
             continue
         text += [f"## {title}\n", *(f"{_source(name, data)}" for name, data in own.items()), ""]
         found = [line for name, data in own.items() for line in lines(name, data)]
-        goals = [line.row() for line in found if isinstance(line, Goal)]
-        if goals:
-            text += ["| | goal | measured | |\n|---|---|---|---|", *goals, ""]
+        goals = [line for line in found if isinstance(line, Goal)]
+        if runs := [goal for goal in goals if goal.run]:
+            text += runs_table(runs)
+        if rows := [goal.row() for goal in goals if not goal.run]:
+            text += ["| | goal | measured | |\n|---|---|---|---|", *rows, ""]
         told = [line for line in found if isinstance(line, str)]
         text += [*told, ""] if told else []
         if start == "ops":
