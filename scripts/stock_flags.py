@@ -143,7 +143,7 @@ def remark(row: Mapping[str, Any], states: list[str]) -> str:
     line = row["line"].removeprefix("options that Megatron refuses: ")
     line = line.removeprefix("Megatron rejects these options: ")
     line = re.split(r"; expected (?:a combination of )?options|(?<=\w)\. ", line)[0]
-    line = line if len(line) <= 160 else f"{line[: line[:160].rindex(' ')]} …"
+    line = line if len(line) <= 100 else f"{line[: line[:100].rindex(' ')]} …"
     return f"`{row['given']}`: {line}".replace("|", "\\|").replace("<", "&lt;").replace("…", "...")
 
 
