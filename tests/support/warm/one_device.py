@@ -17,7 +17,7 @@ def share() -> None:
     """Make what ``torch.distributed`` calls to make a group take the device of the first one."""
     from torch.distributed import distributed_c10d
 
-    own = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    own: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if own is None:  # built without gloo
         return
     devices: dict[int, Any] = {}  # by process: its thread does not outlive a fork
