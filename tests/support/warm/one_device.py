@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 INTERFACES = "GLOO_SOCKET_IFNAME"  # names the devices: they are then torch's own
+_MARK = "shares_one_device"
 
 
 def share() -> None:
@@ -18,7 +19,7 @@ def share() -> None:
     from torch.distributed import distributed_c10d
 
     own: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if own is None:  # built without gloo
+    if own is None or hasattr(own, _MARK):  # built without gloo; a parent that is a fork of a parent
         return
     devices: dict[int, Any] = {}  # by process: its thread does not outlive a fork
 
@@ -40,4 +41,4 @@ def share() -> None:
         def __getattr__(cls, name: str) -> Any:
             return getattr(own, name)
 
-    vars(distributed_c10d)["ProcessGroupGloo"] = Sharing("ProcessGroupGloo", (), {})
+    vars(distributed_c10d)["ProcessGroupGloo"] = Sharing("ProcessGroupGloo", (), {_MARK: True})
