@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_npu import devices
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
-from tests.support import processes
+from tests.support import processes, warm
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ for _ in range(150):
 
 def test_a_model_that_goes_after_its_group_does_not_hang():
     """Without the cure one of some fifteen such models does."""
-    result = processes.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
+    result = warm.run([sys.executable, "-c", TRAINS_OFTEN], env=os.environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -160,7 +160,7 @@ print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
 def test_gathering_starts_no_second_pool_of_threads(which, grows, command):
     """With one, every step after the first checkpoint takes twice as long on two cores (torch 2.13)."""
     command = [sys.executable, "-c", GATHERS, which, command]
-    result = processes.run(command, capture_output=True, text=True, check=True)
+    result = warm.run(command, env=os.environ, capture_output=True, text=True, check=True)
     more, own = map(int, result.stdout.split())
     assert (more > 0, own) == (grows, 2)
 
