@@ -36,7 +36,9 @@ class Request(NamedTuple):
 class Server:
     """A server of the user, until the end of the block."""
 
-    def __init__(self, room: Room, words: list[str], port: int, path: str) -> None:
+    def __init__(
+        self, room: Room, words: list[str], port: int, path: str, prepare: Callable[[], object] = bool
+    ) -> None:
         self.room, self.port, self.path = room, port, path
         self.log = room.folder / "server.txt"
         self._seen = 0
@@ -49,7 +51,7 @@ class Server:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
-                preexec_fn=lambda: room.become(room.user),
+                preexec_fn=lambda: (prepare(), room.become(room.user)),
             )
 
     def __enter__(self) -> Server:
