@@ -170,9 +170,13 @@ def _size_of_operator(operator: str, left: Any, right: Any) -> float:
         return size_of(left) * max(right, 1) if isinstance(right, int) and isinstance(left, int) else 0
     if operator == "%":
         return _size_of_format(left, [right]) if isinstance(left, str) else 0
-    if operator == "+" or (isinstance(left, int) and isinstance(right, int)):
-        return size_of(left) + size_of(right)
+    return size_of(left) + size_of(right) if operator == "+" else _size_of_product(left, right)
+
+
+def _size_of_product(left: Any, right: Any) -> float:
     value, times = (right, left) if isinstance(left, int) else (left, right)
+    if isinstance(value, int):
+        return size_of(value) + size_of(times)
     return size_of(value) * max(times, 0) if isinstance(times, int) else 0
 
 

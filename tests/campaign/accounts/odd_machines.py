@@ -49,11 +49,11 @@ def _tries(room: Room) -> Iterator[Try | Verdict]:
     long.mkdir(parents=True, exist_ok=True)
     room.give(long.parent, room.user)
     for command in ("pretrain", "preprocess", "train on 2", "plan"):
-        variables = {"TMPDIR": str(long)}
+        variables: dict[str, str | None] = {"TMPDIR": str(long)}
         what = f"{command}: a folder for temporary files with a name of 200 characters"
         yield Try(_PLACE, what, found[command], EITHER, variables=variables, limit=300)
-    for name, (command, variables, expected) in _VARIABLES.items():
-        yield Try(_PLACE, f"{command}: {name}", found[command], expected, variables=variables, limit=300)
+    for name, (command, changed, expected) in _VARIABLES.items():
+        yield Try(_PLACE, f"{command}: {name}", found[command], expected, variables=changed, limit=300)
     yield from _modes(room, found)
 
 

@@ -39,7 +39,7 @@ class Server:
     def __init__(
         self, room: Room, words: list[str], port: int, path: str, prepare: Callable[[], object] = bool
     ) -> None:
-        self.room, self.port, self.path = room, port, path
+        self.room, self.port, self.path, self.prepare = room, port, path, prepare
         self.log = room.folder / "server.txt"
         self._seen = 0
         with self.log.open("wb") as stream:
@@ -51,8 +51,12 @@ class Server:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
-                preexec_fn=lambda: (prepare(), room.become(room.user)),
+                preexec_fn=self._become,
             )
+
+    def _become(self) -> None:
+        self.prepare()
+        self.room.become(self.room.user)
 
     def __enter__(self) -> Server:
         began = time.monotonic()

@@ -116,7 +116,18 @@ def _warns(text: str) -> bool:
 
 def _names(told: str) -> bool:
     """Return whether a line names the error, or a report the damage."""
-    words = ("error", "missing", "damaged", "differs", "must", "cannot", "not a ", "no checksums", "megatron")
+    words = (
+        "error",
+        "missing",
+        "damaged",
+        "differs",
+        "different content",
+        "must",
+        "cannot",
+        "not a ",
+        "no checksums",
+        "megatron",
+    )
     return any(word in line for line in told.splitlines() for word in words)
 
 
