@@ -83,7 +83,8 @@ def opened(address: str) -> Storage:
     """Open the storage at an address, and return it.
 
     Raises:
-        UsageError: the text is not an address, or the package for its scheme is not installed.
+        UsageError: the text is not an address, the package for its scheme is not installed, or its client
+            cannot connect.
     """
     scheme = address.partition("://")[0]
     if "://" not in address:
@@ -106,6 +107,8 @@ def opened(address: str) -> Storage:
         ) from error
     except (ImportError, ValueError) as error:  # fsspec's own text names the package
         raise _missing(address, scheme, error) from error
+    except Exception as error:  # each client has its own; some connect here already
+        raise _unreadable(address, error) from error
     return Storage(address, system, root)
 
 
@@ -113,6 +116,13 @@ def _missing(address: str, scheme: str, error: Exception) -> UsageError:
     package = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "msc": "multi-storage-client"}.get(scheme)
     remedy = f"Run pip install {package}." if package else "Install fsspec's package for this scheme."
     return UsageError(f"{FLAG} {address}: fsspec cannot open {scheme}:// ({error})", remedy=remedy)
+
+
+def _unreadable(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{FLAG} {address} cannot be read ({type(error).__name__}: {str(error)[:300]})",
+        remedy="Check the address, the credentials and the network.",
+    )
 
 
 # -- saving
@@ -248,10 +258,7 @@ def fetch(address: str, load: str, step: int | None = None) -> None:
     except UsageError:
         raise
     except Exception as error:  # each client has its own
-        raise UsageError(
-            f"{FLAG} {address} cannot be read ({type(error).__name__}: {str(error)[:300]})",
-            remedy="Check the address, the credentials and the network.",
-        ) from error
+        raise _unreadable(address, error) from error
 
 
 @contextlib.contextmanager

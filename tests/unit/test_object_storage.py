@@ -170,3 +170,9 @@ def test_an_object_whose_path_leads_out_of_its_checkpoint_is_not_fetched(address
     assert not (tmp_path / "a" / "outside").exists()
     assert not elsewhere.exists()
     assert not list(disk.glob("*iter_*"))
+
+
+def test_a_client_that_cannot_connect_is_told() -> None:
+    """That of FTP connects as soon as the storage is opened."""
+    with pytest.raises(UsageError, match=r"ftp://127\.0\.0\.1:9/run cannot be read \(ConnectionRefusedError"):
+        object_storage.opened("ftp://127.0.0.1:9/run")

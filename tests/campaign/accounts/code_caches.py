@@ -62,7 +62,7 @@ def _tries(room: Room) -> Iterator[Try]:
 
 
 def _own(room: Room, name: str) -> Path:
-    path = room.folder / name
+    path = room.folder / name.replace(" ", "-")  # in which torch's inductor could not compile
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     os.chown(path, room.user, room.user)

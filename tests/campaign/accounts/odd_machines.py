@@ -17,7 +17,7 @@ from tests.campaign.accounts.trials import EITHER, REFUSED, Try, Verdict, made
 
 _PLACE = "odd machines"
 _NEW_MOUNTS, _NEW_HOST, _NEW_NETWORK = 0x0002_0000, 0x0400_0000, 0x4000_0000
-_ALL = ("pretrain", "generate", "preprocess", "doctor", "train on 2", "plan")
+_ALL = ("pretrain", "generate", "preprocess", "train on 2", "plan")
 Prepare = Callable[[], object]
 
 
@@ -214,7 +214,7 @@ _VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
 def _modes(room: Room, found: dict[str, list[str]]) -> Iterator[Verdict]:
     """Yield commands without a umask, and whether others may write to what they leave."""
     for command in ("pretrain", "train on 2", "preprocess", "convert", "train with graphs"):
-        cache = room.folder / f"cache of {command}"
+        cache = room.folder / f"cache-of-{command}".replace(" ", "-")
         cache.mkdir(exist_ok=True)
         room.give(cache, room.user)
         variables = {"XDG_CACHE_HOME": str(cache)}

@@ -128,7 +128,7 @@ def _is_invalid(text: str) -> bool:
     from jinja2 import Environment, TemplateError
 
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(text)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateError:
         return True
     return False
