@@ -64,14 +64,14 @@ def _machines(room: Room) -> dict[str, tuple[Prepare, tuple[str, ...]]]:
         "/proc shows own processes alone": (_mounted("-t", "proc", "-o", "hidepid=2", "proc", "/proc"), data),
         "/sys is hidden": (
             _mounted("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/sys"),
-            ("pretrain", "doctor"),
+            ("pretrain",),
         ),
         "/dev/shm belongs to root": (_mounted("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/dev/shm"), _ALL),
         "/dev/shm of 8 KiB": (
             _mounted("-t", "tmpfs", "-o", "mode=1777,size=8k", "tmpfs", "/dev/shm"),
             ("pretrain", "preprocess", "train on 2"),
         ),
-        "the home is read-only": (_read_only(room.home), ("pretrain", "train with graphs", "doctor", "sim")),
+        "the home is read-only": (_read_only(room.home), ("pretrain", "train with graphs", "sim")),
         "a cache without the right to execute": (
             _mounted(
                 *("-t", "tmpfs", "-o", f"noexec,mode=700,uid={room.user},gid={room.user}"),
@@ -81,7 +81,7 @@ def _machines(room: Room) -> dict[str, tuple[Prepare, tuple[str, ...]]]:
         ),
         "no folder for temporary files": (_read_only(room.temporary, Path("/tmp"), Path("/var/tmp")), _ALL),
         "no network, not even the loopback": (lambda: _unshared(_NEW_NETWORK), _ALL),
-        "a host name without an address": (_nameless, ("pretrain", "train on 2", "doctor")),
+        "a host name without an address": (_nameless, ("pretrain", "train on 2")),
         "the working directory is removed": (lambda: _removed(room), (*_ALL, "lambada", "train with graphs")),
         "the working directory is closed": (lambda: _closed(room), (*_ALL, "convert")),
         "SIGCHLD is ignored": (_ignored(signal.SIGCHLD), (*_ALL, "sim", "train with graphs")),
@@ -91,7 +91,7 @@ def _machines(room: Room) -> dict[str, tuple[Prepare, tuple[str, ...]]]:
         ),
         "all signals are blocked": (
             lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()),
-            ("pretrain", "preprocess", "train on 2", "plan", "doctor"),
+            ("pretrain", "preprocess", "train on 2", "plan"),
         ),
         "a stack without a limit": (
             _limit(resource.RLIMIT_STACK, resource.RLIM_INFINITY),
@@ -102,7 +102,7 @@ def _machines(room: Room) -> dict[str, tuple[Prepare, tuple[str, ...]]]:
             ("pretrain",),
         ),
         "no queued signals": (_limit(resource.RLIMIT_SIGPENDING, 0), ("pretrain", "plan")),
-        "data of 1 GiB": (_limit(resource.RLIMIT_DATA, 1 << 30), ("pretrain", "train on 2", "doctor")),
+        "data of 1 GiB": (_limit(resource.RLIMIT_DATA, 1 << 30), ("pretrain", "train on 2")),
     }
 
 
@@ -165,7 +165,6 @@ _VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
     "PYTHONOPTIMIZE=2": ("pretrain", {"PYTHONOPTIMIZE": "2"}, EITHER),
     "PYTHONOPTIMIZE=2, train": ("train on 2", {"PYTHONOPTIMIZE": "2"}, EITHER),
     "PYTHONOPTIMIZE=2, plan": ("plan", {"PYTHONOPTIMIZE": "2"}, EITHER),
-    "PYTHONOPTIMIZE=2, doctor": ("doctor", {"PYTHONOPTIMIZE": "2"}, EITHER),
     "PYTHONDEVMODE=1": ("generate", {"PYTHONDEVMODE": "1"}, EITHER),
     "PYTHONINSPECT=1": ("generate", {"PYTHONINSPECT": "1"}, EITHER),
     "PYTHONINTMAXSTRDIGITS=0": ("checkpoint", {"PYTHONINTMAXSTRDIGITS": "0"}, EITHER),
