@@ -69,7 +69,8 @@ def _init_process_group(device: Device) -> Callable[..., Any]:
         gloo.wait_at_exit()
         gloo.copy_with_one_thread()
         # torch without a name would take every backend it was built with
-        return original(**{**options, "backend": options.get("backend") or device.backend})
+        with gloo.naming_interfaces():
+            return original(**{**options, "backend": options.get("backend") or device.backend})
 
     return init_process_group
 

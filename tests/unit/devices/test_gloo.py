@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 import types
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
 from tests.support import processes, warm
@@ -76,6 +79,7 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.redirect import Redirection
 
 Redirection(devices.CpuDevice()).on()
@@ -102,6 +106,7 @@ import faulthandler
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.redirect import Redirection
 
 torch.set_num_threads(1)
@@ -128,10 +133,12 @@ def test_a_model_that_goes_after_its_group_does_not_hang():
 # OpenMP gives every thread that computes in parallel threads of its own; they never end.
 GATHERS = """
 import os
+import re
 import sys
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
 
@@ -215,3 +222,21 @@ def test_a_thread_that_wakes_between_two_looks_is_at_work(threads, monkeypatch):
     monkeypatch.setattr(gloo, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     sleep(0)
     assert not gloo.wait_for_workers(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["Unable to find interface for: [127.0.0.1]", "Unable to find address for: x"]
+)
+def test_an_interface_that_is_not_there_is_named(text: str) -> None:
+    told = rf"gloo cannot find .*{re.escape(text)}\. Set GLOO_SOCKET_IFNAME"
+    with pytest.raises(UsageError, match=told), gloo.naming_interfaces():
+        raise RuntimeError(f"[enforce fail at device.cc:212] ifa != nullptr. {text}")
+    with pytest.raises(RuntimeError, match="another"), gloo.naming_interfaces():
+        raise RuntimeError("another")
+
+
+def test_gloo_itself_says_so(monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "evil0")
+    told = r"gloo cannot find a network interface .*evil0"
+    with pytest.raises(UsageError, match=told), gloo.naming_interfaces():
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
