@@ -192,6 +192,7 @@ def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
     [
         (["preproces"], "unknown command 'preproces'. Did you mean preprocess?"),
         (["hlep"], "unknown command 'hlep'. Did you mean help?"),
+        (["version"], "unknown command 'version'. Did you mean --version?"),
         (["zzz"], "unknown command 'zzz'. The commands are run, pretrain, "),
         (["help", "lamdba"], "unknown command 'lamdba'. Did you mean lambada?"),
     ],
