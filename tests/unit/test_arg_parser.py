@@ -257,6 +257,15 @@ def test_the_answers_are_those_of_the_page_for_users_of_mindspeed():
         assert [name for name in names or ["remove"] if name not in row] == [], flag
 
 
+def test_a_flag_for_the_device_gets_the_variable(capsys):
+    assert cli.main(["generate", "--load", "gpt", "--device", "npu"]) == 2
+    told = (
+        "unknown flag --device. Use the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE"
+    )
+    assert told in capsys.readouterr().err
+    assert instead_of("--device", ["--help"]) is None
+
+
 def test_a_stock_script_s_parser_answers_with_ours(capsys):
     stock = argparse.ArgumentParser("pretrain_gpt.py")
     parser = add_attention_flags(lambda parser: parser, stock)
