@@ -172,7 +172,7 @@ def _usage() -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
+    near = difflib.get_close_matches(name, [*COMMANDS, "help", "--version"], n=1)
     meant = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
     return UsageError(f"unknown command {name!r}", remedy=f"{meant} See `megatron-npu --help`.")
 

@@ -200,6 +200,18 @@ def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
     assert done.stdout == "['--redirect', '--help', '--', '-h']\n", done.stderr
 
 
+def test_a_script_is_found_one_folder_below(tmp_path: Path, monkeypatch, capsys) -> None:
+    """As with the command ``run pretrain_gpt.py`` beside a clone instead of in it."""
+    for name in ("pretrain_bert.py", "Megatron-LM/pretrain_gpt.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "pretrain_gpt.py"]) == 2
+    assert "does not exist, or is not a file. Did you mean Megatron-LM/pretrain_gpt.py?" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "told"), [("pretrain_gtp.py", "Did you mean {}?"), ("nothing_like_it.py", "Check the path.")]
 )
