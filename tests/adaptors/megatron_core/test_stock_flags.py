@@ -15,6 +15,7 @@ RECORDED = ROOT / "benchmarks" / "results" / "stock-flags"
 WORKER = "tests.adaptors.megatron_core.stock_flags_worker"
 EVERY = 6  # of some 850 flags
 
+
 @pytest.mark.parametrize("version", [on_version.MAIN, "0.19.1"])
 def test_flags_are_taken_or_refused_as_the_page_says(version: str) -> None:
     """All names, and one in six flags tried again."""
@@ -36,6 +37,7 @@ def test_flags_are_taken_or_refused_as_the_page_says(version: str) -> None:
     assert len(found["tried"]) > 100
     for names, row in found["tried"].items():
         assert (names, *told(row)) == (names, *told(rows[names]))
+
 
 def told(row: dict[str, str]) -> tuple[str, str, str]:
     return row["given"], row["outcome"], row["line"]
