@@ -8,6 +8,7 @@ that --plot would have drawn for each --json file that has values but no picture
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +26,25 @@ PLACES = {
 }
 
 
+# notes that are the same for every table; the page has them once
+_NOTES = re.compile(r"^- (?:Peak memory: |\d+ ranks share |A simulated NPU is no hardware).*\n?", re.M)
+# what the tables of those days say in other words
+_WORDS = {
+    r"Other programs ran beside it: the load was ([\d.]+ on \d+ cores) when.*": r"The load was \1.",
+    "processor time": "CPU time",
+    "shared out over": "sharded over",
+    "shares out the same": "shards the same",
+}
+
+
+def _reworded(table: str) -> str:
+    """Return a recorded table without the notes that all tables have."""
+    table = _NOTES.sub("", table)
+    for old, new in _WORDS.items():
+        table = re.sub(old, new, table)
+    return table.strip()
+
+
 def tables() -> str:
     """Return the recorded tables, by suite."""
     parts = []
@@ -33,7 +53,7 @@ def tables() -> str:
             path = RESULTS / f"{suite}-{place}.md"
             if path.is_file():
                 text = path.read_text(encoding="utf-8").strip()
-                parts.append(text.replace(f"## {suite}", f"### {suite}, {where}", 1))
+                parts.append(_reworded(text).replace(f"## {suite}", f"### {suite}, {where}", 1))
                 if path.with_suffix(".png").is_file():
                     picture = f"../../{path.with_suffix('.png').relative_to(ROOT).as_posix()}"
                     parts.append(f"![throughput and memory of {suite}, {where}]({picture})")

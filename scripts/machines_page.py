@@ -89,7 +89,10 @@ python -m tests.campaign.machines --missing --output benchmarks/results/machines
 
 {passed} of {run} trials ended as they should{failed}. {missing}
 
-The trials shared two cores with other work, so their durations are not listed.
+The trials shared two cores with other work, so their durations are not listed. For each fault, the list names
+the commands and layouts with which the trials ended as they should.
+
+## Trials
 """
 TAIL = """## Found by these trials
 
@@ -106,32 +109,25 @@ TAIL = """## Found by these trials
 - The first version of the limited wait mistook a child process of torch_npu for a rank, so that torchrun on
   the first machine of a simulated NPU run did not report the machine that did not come.
 
-Slurm 22.05.8 (one node, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` with
-`sbatch --nodes=1 --ntasks-per-node=2` and small sizes appended to the commands, on CPUs: the check of the
-machines passed, and the run had tensor parallel size 2 and trained and saved six iterations.
-`torchrun.sbatch` (0.16.1, two ranks, sizes likewise) first failed: without `--legacy-tokenizer`, upstream's
-GPT2BPETokenizer requests files of Hugging Face, and torchrun's static rendezvous kept its store, so that each
-restart was refused. With both corrected, it trained; after SIGKILL of a rank, the other rank reported the
-dead one, torchrun restarted both, and they resumed from the checkpoint of the last iteration (108); at
-SIGTERM (`scancel --signal=TERM`), they saved the current iteration (127) and ended, and Slurm reported exit
-code 1, which is torchrun's for every signal. OpenMPI 4.1.4
-(`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size 2: the four printed losses
-equal those of torchrun with two ranks. The new trials of this date at commit b652238f ran with the changes
-of commit f83d8f7b to the campaign.
+Slurm 22.05.8 (one node, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` and `torchrun.sbatch`
+(0.16.1, two ranks) with small sizes, on CPUs. The first one trained and saved six iterations with tensor
+parallel size 2. After two corrections (`--legacy-tokenizer`, and torchrun's static rendezvous, which kept its
+store), the second one trained; after SIGKILL of a rank it resumed from iteration 108, and at SIGTERM it saved
+iteration 127. OpenMPI 4.1.4 (`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size
+2: the four printed losses equal those of torchrun. The new trials of this date at commit b652238f ran with
+the changes of commit f83d8f7b to the campaign.
 
 Runs that keep their checkpoints in object storage (`tests/campaign/object_storage.py`, moto's S3, 0.16.1,
 2026-11-27, commit cc563652) behaved as expected: the losses are those of a run that saves to a disk, each
 complete checkpoint contains `_SUCCESS`, and after a kill during the second save the next run resumes from the
 first checkpoint.
 
-Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2026-11-27, commit 495883fd):
+Run on two such machines (2026-11-27, commit 495883fd):
 
-- `torchrun --nnodes 1:2` with two ranks per machine, as printed in
-  [the tutorial](../tutorials/machines.md): 4, then 2, then 4 ranks over 43 iterations; the losses match those
-  of one process to within 1.6e-7.
-- A rank that was stopped for three quarters of the time: after 20 steps the log named it and its machine
-  (875.5 ms, 1.7 times the median), and the dashboard showed it in Chromium at widths of 1280 and 390 pixels,
-  without script errors. It was named below all curves only; it is now also named at the top.
+- `torchrun --nnodes 1:2` with two ranks per machine, as printed in [the how-to page](../how-to/machines.md):
+  4, then 2, then 4 ranks over 43 iterations; the losses match those of one process to within 1.6e-7.
+- A rank that was stopped for three quarters of the time: after 20 steps the log and the dashboard named it
+  and its machine (875.5 ms, 1.7 times the median).
 - `pretrain` with a disk on each machine and `--object-storage msc://` (moto's S3, megatron-core 0.19.2, two
   pipeline stages): after the loss of one disk, that machine fetched the checkpoint, and the run resumed.
 - Tasks with the variables of `srun` (`pretrain`), and pods with those of a PyTorchJob and an AscendJob, whose
@@ -140,7 +136,7 @@ Walked on two such machines, on a host whose two cores had a load of 30 to 95 (2
   in moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume
   with `--async-save`, and the unsupported flags were refused.
 
-Typed on two such machines later (2026-11-27, commit 98dce006):
+Run on two such machines later (2026-11-27, commit 98dce006):
 
 - `mpirun` of OpenMPI 4.1.4, with a remote shell between the machines: without `-x MASTER_ADDR` both tasks
   ended with one line that asks for it; with it, `pretrain` trained with data parallel size 2, and its two
@@ -151,20 +147,18 @@ Typed on two such machines later (2026-11-27, commit 98dce006):
   exit-duration`) and saved it.
 
 The scripts of 0.19.1 and 0.20.0 were also killed during their second save to moto's S3 (same commit), while
-the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a
-disk. Since 0.19, upstream's second report after a start is the mean of the first two steps: after a resume
-from iteration 2, the loss printed for iteration 4 (6.912382) is the mean of 6.915168 and 6.909595. A
-comparison with an unbroken run must allow for this: a run of 0.19.1 that resumed from a disk printed the
-same six losses as the one that was killed.
+the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a disk.
+Since 0.19, upstream's second report after a start is the mean of the first two steps, for which a comparison
+with an uninterrupted run must allow.
 
-A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1`
-(commit 780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective,
-and the run ended with exit code 1 before the copy was done.
+A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1` (commit
+780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective, and the
+run ended with exit code 1 before the copy was done.
 
 The short form in the test suite (`tests/distributed/test_two_machines.py`) starts two launchers, each with
 its own folder. It tests that a private `--save` is rejected, and that a run can resume from the parts of a
-checkpoint and join them (`pretrain` with two pipeline stages and a private `--data-cache-path`; `train`;
-and the script of 0.16.1 in the format `torch` with two tensor-parallel ranks).
+checkpoint and join them (`pretrain` with two pipeline stages and a private `--data-cache-path`; `train`; and
+the script of 0.16.1 in the format `torch` with two tensor-parallel ranks).
 """
 
 
@@ -243,12 +237,8 @@ def page(found: dict[str, Any], asked: list[str], storage: dict[str, Any]) -> st
     for harm, what in HARMS.items():
         mine = {layout: cells for (each, layout), cells in rows.items() if each == harm}
         if mine:
-            parts += [
-                f"## {harm}\n",
-                f"{what[0].upper()}{what[1:]}.\n" if what[0] != "`" else f"{what}.\n",
-                _table(mine),
-            ]
-    return "\n".join([*parts, _covered(found), _commits(found), _storage(storage), TAIL])
+            parts += [f"- `{harm}`: {what}.", *_lists(mine)]
+    return "\n".join([*parts, "", _failures(rows), _covered(found), _commits(found), _storage(storage), TAIL])
 
 
 def _covered(found: dict[str, Any]) -> str:
@@ -287,12 +277,27 @@ def parsed(name: str) -> tuple[str, str, str]:
     return harm, whole[len(harm) :].removeprefix("-"), command or "driver"
 
 
-def _table(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
-    lines = [f"| machines | {' | '.join(COMMANDS.values())} |", "|---" * (len(COMMANDS) + 1) + "|"]
+def _lists(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Return a line for each set of commands that passed a trial, with the layouts in which they did."""
+    passed: dict[str, list[str]] = {}
     for layout, cells in rows.items():
-        told = [_cell(cells.get(command)) for command in COMMANDS]
-        lines.append(f"| {LAYOUTS[layout]} | {' | '.join(told)} |")
-    return "\n".join([*lines, ""])
+        commands = [COMMANDS[name] for name in COMMANDS if name in cells and not cells[name]["faults"]]
+        if commands:
+            passed.setdefault(", ".join(commands), []).append(LAYOUTS[layout])
+    return [f"  - {commands}: {'; '.join(layouts)}" for commands, layouts in passed.items()]
+
+
+def _failures(rows: dict[tuple[str, str], dict[str, dict[str, Any]]]) -> str:
+    """Return a table of the layouts in which a trial failed."""
+    lines = []
+    for (harm, layout), cells in rows.items():
+        if any(row["faults"] for row in cells.values()):
+            told = [_cell(cells.get(command)) for command in COMMANDS]
+            lines.append(f"| `{harm}` | {LAYOUTS[layout]} | {' | '.join(told)} |")
+    if not lines:
+        return ""
+    head = [f"| fault | machines | {' | '.join(COMMANDS.values())} |", "|---" * (len(COMMANDS) + 2) + "|"]
+    return "\n".join(["Failed:\n", *head, *lines, ""])
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from known_bugs import short
 from marked import finish, inserted
 
 from megatron_npu import adaptors
@@ -41,7 +42,7 @@ def _row(patch: Patch, folder: Path) -> str:
     devices = "all" if set(patch.devices) == set(ALL_DEVICES) else ", ".join(patch.devices)
     adaptor = Path(patch.where.rpartition(":")[0])
     file = adaptor.relative_to(folder if adaptor.is_relative_to(folder) else folder.parent)
-    cells = (f"`{patch.target}`", kind, devices, f"`{file.as_posix()}`", patch.why, until(patch))
+    cells = (f"`{patch.target}`", kind, devices, f"`{file.as_posix()}`", patch.why, short(until(patch)))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -220,11 +220,8 @@ def room_of(name: str) -> Room | None:
 
 def table() -> str:
     """Return the rooms as a Markdown table, from the bottom to the top."""
-    names = {room.module: room.name for room in ROOMS}
-    lines = ["| room | what is there | may import | of torch, torch_npu, megatron |", "|---|---|---|---|"]
-    for room in ROOMS:
-        may = ", ".join(f"`{names[name]}`" for name in room.may.split())
-        lines.append(f"| `{room.name}` | {room.what} | {may} | {', '.join(room.heavy)} |")
+    lines = ["| room | what is there | of torch, torch_npu, megatron |", "|---|---|---|"]
+    lines += [f"| `{room.name}` | {room.what} | {', '.join(room.heavy)} |" for room in ROOMS]
     return "\n".join(lines)
 
 

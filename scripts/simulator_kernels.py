@@ -102,7 +102,7 @@ def _operation(operations: list[str], table: Limits, base: str | None) -> list[s
         rows = [row for row in rows if row not in above]
         lines += [f"The limits of `{base}`" + (", and:" if rows else "."), ""]
     if rows:
-        lines += ["| argument | allowed |", "|---|---|", *rows, ""]
+        lines += [*rows, ""]
     if table.notes:
         lines += [table.notes, ""]
     return lines
@@ -110,7 +110,7 @@ def _operation(operations: list[str], table: Limits, base: str | None) -> list[s
 
 def _rows(limits: tuple[Limit, ...]) -> list[str]:
     return [
-        f"| `{limit.argument}` | {limit.allowed}{'' if limit.simulated else ' (simulator only)'} |"
+        f"- `{limit.argument}`: {limit.allowed}{'' if limit.simulated else ' (simulator only)'}"
         for limit in limits
     ]
 

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from megatron_npu import __version__
-from megatron_npu.base import errors, files, settings
+from megatron_npu.base import errors, files, search_paths, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import inert_packages, standard_streams
 from megatron_npu.patching.module_patch import DriftError
@@ -172,7 +172,7 @@ def _usage() -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
+    near = difflib.get_close_matches(name, [*COMMANDS, "help", "--version"], n=1)
     meant = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
     return UsageError(f"unknown command {name!r}", remedy=f"{meant} See `megatron-npu --help`.")
 
@@ -203,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = _for_absent_scripts(argv)
     files.tighten_umask()
     _write_whole_lines()
+    _search_no_folder_of_others(argv[0])
     try:
         return _run_heard(argv)
     except BrokenPipeError:
@@ -326,6 +327,13 @@ def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(write_through=False, line_buffering=True)
+
+
+def _search_no_folder_of_others(command: str) -> None:
+    """Ignore entries of search paths, such as PATH, that lead to a working directory of another user."""
+    for told in search_paths.clean(os.environ):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-npu {command}: warning: {told}", file=sys.stderr)
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:

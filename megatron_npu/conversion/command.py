@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.base import files, malloc
+from megatron_npu.base import errors, files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     convert = to_megatron.convert if request.target == "megatron" else to_hf.convert
     with files.new_folder(request.destination) as part, _enough_memory(request.source):
         for line in convert(request, part):
-            print(line, flush=True)
+            print(errors.printable(line), flush=True)
     print(f"wrote {request.destination}")
     return 0
 

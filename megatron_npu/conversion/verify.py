@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.conversion import fp32, weights
+from megatron_npu.conversion import fp32_inference, weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.positions import far_rotation
 from megatron_npu.conversion.request import Request
@@ -227,7 +227,7 @@ def _tokens(vocabulary: int, number: int) -> Tensor:
 def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits ``[1, s, padded V]`` in fp32 on the host. The model cannot be used afterwards."""
     embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
-    fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
+    fp32_inference.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
     positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     return gpt(tokens, positions, None, runtime_gather_output=True).float().cpu()
@@ -260,6 +260,8 @@ def _hf_results(
             f"the conversion: {_first_line(error)}. Correct its config.json, or pass --proof tensors."
         ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)
+    fp32_inference.run(
+        model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False
+    )
     logits = model(tokens).logits
     return logits, far_rotation.theirs(model, args)  # behind them: dynamic scaling remembers the longest text

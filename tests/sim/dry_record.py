@@ -18,21 +18,20 @@ PAGE = ROOT / "docs" / "records" / "plan.md"
 RESULTS = ROOT / "benchmarks" / "results" / "plan"
 _HEAD = """# Full simulated runs against dry runs
 
-For reviewers: in which layouts a dry run of `megatron-npu plan` has the memory of a full simulated run.
+For reviewers who want to know in which layouts a dry run of `megatron-npu plan` matches a full simulated
+run.
 
 ```bash
 make plan-grid     # or: python -m tests.sim.dry_grid --layout gpt-tp2 --output FILE
 ```
 
-trains small models for two iterations in full on simulated NPUs, and each kind of their ranks alone and dry
-(nothing above 16 KiB computed). "Equal" means that torch_npu's allocator has told the same peak and the same
-reserve, to the byte, for every rank and the one that stands for it. Where the representative has other
-memory, the rank itself is also run dry, and the row names it if it is equal then: in `experts-ep2-uneven` the
-experts of rank 0 get 1.5 times and those of rank 1 half an even share. The commit is the last one that
-changed what a comparison depends on. Names without a `/` are of the driver (megatron-core 0.16.1),
-`megatron_core-…` of the driver with that version, `train` of `megatron-npu train`, the others of the stock
-pretrain_gpt.py of that tree. In `experts-free` no capacity is padded, and in both runs each expert gets an
-even share of the tokens.
+This command trains small models for two iterations in full on simulated NPUs, and runs each kind of their
+ranks alone and dry (nothing above 16 KiB is computed). "Equal" means that torch_npu's allocator reports the
+same peak and the same reserved memory, to the byte, for every rank and its representative. If a
+representative has other memory, the rank itself is also run dry: in `experts-ep2-uneven`, the experts of
+rank 0 get 1.5 times and those of rank 1 half an even share. The commit is the last one that changed what a
+comparison depends on. In `experts-free`, no capacity is padded, and in both runs each expert gets an even
+share of the tokens. All bytes are in `benchmarks/results/plan/grid.json`.
 
 """
 
@@ -48,10 +47,25 @@ def lines(found: dict[str, dict[str, Any]], repeated: dict[str, dict[str, Any]] 
     said = [
         f"{_when(found)}, torch 2.13: {equal} of {len(found)} layouts are equal on all ranks.",
         "",
-        "| layout | ranks | peak, bytes | reserved, bytes | dry |",
-        "|---|---|---|---|---|",
+        "Equal layouts, with the peak of each kind of rank in MiB:",
+        "",
     ]
-    said += [_line(name, row["ranks"]) for name, row in found.items()]
+    same = {
+        name: row["ranks"] for name, row in found.items() if all(_is_equal(rank) for rank in row["ranks"])
+    }
+    trees: dict[str, list[str]] = {}
+    for name, ranks in same.items():
+        tree, _, layout = name.rpartition("/")
+        trees.setdefault(tree, []).append(f"`{layout}` {_peaks(ranks)}")
+    said += [f"- {_title(tree)}: {', '.join(layouts)}" for tree, layouts in trees.items()]
+    others = [_line(name, row["ranks"]) for name, row in found.items() if name not in same]
+    if others:
+        said += [
+            "",
+            "| layout | ranks | peak, bytes | reserved, bytes | dry |",
+            "|---|---|---|---|---|",
+            *others,
+        ]
     if repeated:
         said[1:1] = again(found, repeated)
     left = [f"`{name}`" for name in LAYOUTS if name not in found]
@@ -90,27 +104,31 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     said = [
         "## Mistakes",
         "",
-        "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none);",
-        f"the last line that is printed. {_when(found)}: {right} of {len(found)} as expected.",
-        "Other programs ran beside it: seconds are upper bounds.",
+        "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none).",
+        "The table shows the last line of each job of the built-in trainer. Other programs ran on the",
+        "machine, so the seconds are upper bounds.",
+        f"{_when(found)}: {right} of {len(found)} as expected.",
         "",
         "| job | exit code | seconds | said |",
         "|---|---|---|---|",
     ]
     for name, row in found.items():
-        last = row["said"][-1].replace("|", "/")[:160] if row["said"] else ""
-        wrong = "" if row["right"] else " (not as expected)"
-        said.append(f"| {name} | {row['code']}{wrong} | {row['seconds']} | {last} |")
+        if name.startswith("driver/") or not row["right"]:
+            last = row["said"][-1].replace("|", "/")[:160] if row["said"] else ""
+            wrong = "" if row["right"] else " (not as expected)"
+            said.append(f"| {name} | {row['code']}{wrong} | {row['seconds']} | {last} |")
+    others = [f"`{name}`" for name, row in found.items() if row["right"] and not name.startswith("driver/")]
+    said += ["", f"As expected, too: {', '.join(others)}."] if others else []
     return said
 
 
 def commands(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return the part of the page about jobs that were planned one at a time."""
     said = [
-        "## By hand",
+        "## Single jobs",
         "",
         f"Single jobs, planned with `megatron-npu plan` and read. {_when(found)}.",
-        "Other programs ran beside it: seconds are upper bounds.",
+        "Other programs ran on the machine, so the seconds are upper bounds.",
         "",
         "| job | exit code | seconds | seen |",
         "|---|---|---|---|",
@@ -119,6 +137,22 @@ def commands(found: dict[str, dict[str, Any]]) -> list[str]:
         f"| {name} | {row['code']} | {row['seconds']} | {row['seen'].replace('|', '/')} |"
         for name, row in found.items()
     ]
+
+
+def _is_equal(rank: dict[str, Any]) -> bool:
+    """Return whether the dry run of the rank's representative has its memory."""
+    return bool(rank.get("equal")) and "representative" not in rank
+
+
+def _peaks(ranks: list[dict[str, Any]]) -> str:
+    return "/".join(dict.fromkeys(f"{rank['full']['peak'] / 2**20:.1f}" for rank in ranks))
+
+
+def _title(tree: str) -> str:
+    """Return a description of the program that trains the layouts of a tree."""
+    if tree.startswith("megatron_core-") or not tree:
+        return f"built-in trainer, megatron-core {tree.removeprefix('megatron_core-') or '0.16.1'}"
+    return "`megatron-npu train`" if tree == "train" else f"stock `pretrain_gpt.py` of {tree}"
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> str:

@@ -192,6 +192,7 @@ def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
     [
         (["preproces"], "unknown command 'preproces'. Did you mean preprocess?"),
         (["hlep"], "unknown command 'hlep'. Did you mean help?"),
+        (["version"], "unknown command 'version'. Did you mean --version?"),
         (["zzz"], "unknown command 'zzz'. The commands are run, pretrain, "),
         (["help", "lamdba"], "unknown command 'lamdba'. Did you mean lambada?"),
     ],
@@ -254,6 +255,15 @@ def test_the_answers_are_those_of_the_page_for_users_of_mindspeed():
         names = re.findall(r"--[a-z][\w-]*", text)
         assert row, flag
         assert [name for name in names or ["remove"] if name not in row] == [], flag
+
+
+def test_a_flag_for_the_device_gets_the_variable(capsys):
+    assert cli.main(["generate", "--load", "gpt", "--device", "npu"]) == 2
+    told = (
+        "unknown flag --device. Use the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE"
+    )
+    assert told in capsys.readouterr().err
+    assert instead_of("--device", ["--help"]) is None
 
 
 def test_a_stock_script_s_parser_answers_with_ours(capsys):

@@ -116,6 +116,6 @@ def test_a_manifest_is_compared_with_a_schema() -> None:
 
 
 def test_every_launch_file_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "tutorials" / "machines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "machines.md").read_text(encoding="utf-8")
     for path in FOLDER.iterdir():
         assert f"](../../examples/cluster/{path.name})" in page, path.name

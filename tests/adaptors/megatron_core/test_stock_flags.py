@@ -1,4 +1,4 @@
-"""What docs/reference/stock-flags.md says of the flags of upstream's parsers, against these parsers."""
+"""What docs/internals/stock-flags.md says of the flags of upstream's parsers, against these parsers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.support import on_version, tiny, warm
 RECORDED = ROOT / "benchmarks" / "results" / "stock-flags"
 WORKER = "tests.adaptors.megatron_core.stock_flags_worker"
 EVERY = 6  # of some 850 flags
-
 
 @pytest.mark.parametrize("version", [on_version.MAIN, "0.19.1"])
 def test_flags_are_taken_or_refused_as_the_page_says(version: str) -> None:
@@ -37,7 +36,6 @@ def test_flags_are_taken_or_refused_as_the_page_says(version: str) -> None:
     assert len(found["tried"]) > 100
     for names, row in found["tried"].items():
         assert (names, *told(row)) == (names, *told(rows[names]))
-
 
 def told(row: dict[str, str]) -> tuple[str, str, str]:
     return row["given"], row["outcome"], row["line"]
