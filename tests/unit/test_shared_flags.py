@@ -70,6 +70,7 @@ DIFFERENT = {
     "--num-workers": "pretrain's default is the device's",
     "--pipeline-model-parallel-size": "a reader's default is the checkpoint's own",
     "--plot": "drawn again while pretrain runs; bench takes the file's name",
+    "--port": "serve has a port that clients know, a dashboard takes any free one",
     "--save": _SHOWN,
     "--seed": "pretrain takes what Megatron's scripts take, numpy less; generate draws with seed + i",
     "--seq-length": _MODEL,
