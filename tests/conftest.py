@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -132,11 +134,22 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        _name_what_is_no_module()
         if "torch.distributed.distributed_c10d" in sys.modules:
             one_device.share()
         gc.freeze()
         gc.enable()
         _left_out["modules"] = len(sys.modules)
+
+
+def _name_what_is_no_module() -> None:
+    """Tell ``inspect`` which files of this process's stack are no module's.
+
+    For each of them, whoever reads the stack would look through all modules.
+    """
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    absent = {os.path.abspath(file): "" for file in files if file.startswith("<")}
+    inspect.modulesbyfile.update(absent)  # type: ignore[attr-defined]
 
 
 _left_out = {"modules": 0}  # that there were when the collector was last told to leave out what there is
