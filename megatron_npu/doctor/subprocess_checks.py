@@ -154,7 +154,7 @@ def _misses_a_package(row: dict[str, Any]) -> bool:
 def _start(module: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     inherited = python_child.environment(**variables)
     return subprocess.Popen(
-        python_child.module(module, arguments, options=["-W", "ignore"]),
+        python_child.ending_module(module, arguments, options=["-W", "ignore"]),
         env={name: value for name, value in inherited.items() if name not in _RANK_VARIABLES},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ For ``-m`` and ``-c``, Python searches the working directory first, which anothe
 from __future__ import annotations
 
 import os
+import signal
 import site
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 _PACKAGES = Path(__file__).resolve().parents[2]
 # ``-c`` puts "" first; Python before 3.11 has no -P, and -I would leave out PYTHONPATH, too
 _FROM_ELSEWHERE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _RUN_MODULE = _FROM_ELSEWHERE + "import runpy; runpy.run_module(sys.argv.pop(1), None, '__main__', True)"
 
 
@@ -31,6 +33,19 @@ def module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()
 def module_flags(name: str) -> list[str]:
     """Return the arguments that follow ``python`` to run a module."""
     return ["-P", "-m", name] if sys.version_info >= (3, 11) else ["-c", _RUN_MODULE, name]
+
+
+def ending_module(name: str, arguments: Sequence[str] = (), options: Sequence[str] = ()) -> list[str]:
+    """Return the command line of ``module`` for a process that the kernel ends with this one (on Linux).
+
+    Start it in the main thread: the kernel ends it with the thread that has started it.
+    """
+    if sys.platform != "linux":
+        return module(name, arguments, options)
+    first = f"{_FROM_ELSEWHERE}import ctypes, os; "
+    first += f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
+    first += f"os.getppid() == {os.getpid()} or os._exit(1); "  # this process may have ended before
+    return [sys.executable, *options, "-c", first + _RUN_MODULE, name, *arguments]
 
 
 def code(statement: str) -> list[str]:

@@ -221,7 +221,9 @@ class _Site:
                     "this checkpoint has no chat template; send plain text to /v1/completions instead",
                     "messages",
                 )
-            ids = tokenizer.encode(template.render(asked.messages), special_tokens=False)
+            text = template.render(asked.messages)
+            self._require_length(text)
+            ids = tokenizer.encode(text, special_tokens=False)
             model.sampler.check(ids)
         except UsageError as error:
             raise in_words(error, "messages") from error
@@ -229,6 +231,15 @@ class _Site:
         request = dataclasses.replace(asked.request, prompts=[ids], max_tokens=asked.max_tokens or room)
         job = new_job(model, [ids] * request.n, _options(request), request.stop)
         return ChatCompletion(request, job, self.name, tokenizer, [""] * request.n)
+
+    def _require_length(self, text: str) -> None:
+        """Limit what a template may make of a request as a request is limited: its tokens take memory."""
+        if len(text) > self.max_body:
+            raise BadRequestError(
+                f"the chat template makes {len(text)} characters of the messages, but a text may have at "
+                f"most {self.max_body}; send fewer messages",
+                "messages",
+            )
 
     @functools.cached_property
     def _template(self) -> chat_template.ChatTemplate | None:

@@ -19,6 +19,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if message.content == 'long' %}{{ 'a' * 16000000 }}{% endif %}"
     "<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -101,6 +102,7 @@ def test_without_a_number_of_tokens_as_many_as_fit(server):
     [
         ({"messages": [{"role": "tool", "content": "x"}]}, "rejects the messages: no tools"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "at most 127"),
+        ({"messages": [{"role": "user", "content": "long"}]}, "the chat template makes 16000"),
         ({"messages": []}, "one or more"),
         ({"max_tokens": 128}, "128 positions"),
         ({"n": 9}, "completions, but at most 8 are allowed per request"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +78,21 @@ import behind
 def test_modules_behind_a_statement_that_reaches_out_wait_for_it(statement: str, behind: list[str]) -> None:
     first = ["os", "json", "functools", "gpt_builders"]
     assert host_process.modules_of(SCRIPT % statement) == [*first, *behind]
+
+
+def test_a_host_ends_in_the_midst_of_its_imports_when_its_parent_has_ended() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if not child:
+        ours.close()
+        with host_process._ending_with(theirs):
+            end = time.monotonic() + 60
+            while time.monotonic() < end:  # as imports, which ask nobody
+                pass
+        os._exit(3)
+    ours.send(b"a request that comes early")
+    time.sleep(1)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    theirs.close()
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

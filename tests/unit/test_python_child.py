@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.process import python_child
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 from tests.support import processes, tiny
 
 SHADOWED = ("colorsys", "json", "logging", "socket", "torch")
@@ -118,3 +118,24 @@ def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
     start.write_text("import sys\nfrom megatron_npu.commands.cli import main\nsys.exit(main())\n")
     line = [sys.executable, str(start), *arguments]
     return processes.run(line, cwd=at, env=tiny.environment(), capture_output=True, text=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the case: other kernels do not end children")
+def test_the_kernel_ends_it_with_its_parent(hostile, tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "waits.py").write_text(
+        f"import os, time; open({str(tmp_path / 'PID')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{modules}")
+    program = (
+        "import subprocess; from megatron_npu.process import python_child\n"
+        "subprocess.run(python_child.ending_module('waits'))"
+    )
+    parent = subprocess.Popen([sys.executable, "-P", "-c", program], cwd=hostile)
+    wait_until(lambda: (tmp_path / "PID").exists() and (tmp_path / "PID").read_text())
+    child = Path("/proc", (tmp_path / "PID").read_text())
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not child.exists() or ") Z" in (child / "stat").read_text())
+    assert_nothing_ran(hostile)

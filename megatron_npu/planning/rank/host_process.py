@@ -19,12 +19,15 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megatron_npu.base import settings
 from megatron_npu.process import python_child
 
+_LOOKING = 0.5  # seconds between two looks for a parent that has ended
 _WAITING = 0.05  # seconds between two looks for forks that have ended
 _IMPORTS = {"pretrain": "megatron_npu.pretrain.run.pretrain", "train": "megatron_npu.finetune.run.command"}
 _OF_RANKS = (
@@ -35,10 +38,11 @@ _OF_RANKS = (
 
 def main(device: str, descriptor: str, *start: str) -> int:
     """Import the modules that ranks on ``device`` need, and serve requests until the parent process ends."""
-    prepared = _imported(device, start) and len(os.listdir("/proc/self/task")) == 1
+    channel = socket.socket(fileno=int(descriptor))
+    with _ending_with(channel):
+        prepared = _imported(device, start) and len(os.listdir("/proc/self/task")) == 1
     gc.collect()
     gc.freeze()  # what is imported needs no collection in the forks, and is no part of their models
-    channel = socket.socket(fileno=int(descriptor))
     waiting: dict[int, socket.socket] = {}  # by the process that runs for it
     while True:
         pause = _WAITING if waiting else None
@@ -60,6 +64,28 @@ def main(device: str, descriptor: str, *start: str) -> int:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 _answer(waiting.pop(child), os.waitstatus_to_exitcode(status))
+
+
+@contextlib.contextmanager
+def _ending_with(channel: socket.socket) -> Iterator[None]:
+    """End this process inside the ``with`` block as soon as the channel is closed, without a thread.
+
+    The imports take seconds, in which nobody reads the channel.
+    """
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if any(events & select.POLLHUP for _, events in poll.poll(0)):
+            os._exit(1)
+
+    poll = select.poll()
+    poll.register(channel, select.POLLHUP)
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOKING, _LOOKING)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _answer(asker: socket.socket, code: int) -> None:

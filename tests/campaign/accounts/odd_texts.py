@@ -172,7 +172,8 @@ def storages(room: Room) -> Iterator[Try]:
     for address in addresses:
         words = [*samples.pretrain(), "--object-storage", address]
         saved = ["--save", str(room.temporary / "stored"), "--load", str(room.temporary / "stored")]
-        what = f"pretrain --object-storage {address[:60]!a}"
+        told = address.replace(str(place), "a folder of another account")
+        what = f"pretrain --object-storage {told[:60]!a}"
         yield Try(_STORAGES, what, [*words, *saved], REFUSED, limit=150, starts=False)
     with foreign_stores.serving(lambda connection: None) as port:
         for scheme in ("http", "ftp", "webhdfs"):

@@ -17,7 +17,7 @@ from tests.campaign.accounts.rooms import Room
 REFUSED, DONE, EITHER = "refused", "done", "either"
 FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
 _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
-_SETTLING = 8.0  # seconds in which children may end behind their parents
+_SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
 
 
@@ -221,6 +221,6 @@ def slowness() -> float:
 def left(room: Room) -> dict[int, str]:
     """Return the processes that do not end behind the command."""
     began = time.monotonic()
-    while (found := room.processes()) and time.monotonic() - began < _SETTLING:
+    while (found := room.processes()) and time.monotonic() - began < _SETTLING * slowness():
         time.sleep(0.05)
     return found
