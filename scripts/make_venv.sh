@@ -11,7 +11,8 @@ python=${PYTHON:-python3}
 torch=${TORCH:-torch==2.13.0}
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-    echo "make_venv.sh: $("$python" --version) found; Python 3.10 or newer is needed. Set PYTHON." >&2
+    found=$("$python" --version 2>&1 | tail -n 1) || true # Python 2 prints its version to standard error
+    echo "make_venv.sh: $python is not Python 3.10 or newer (--version: $found); set PYTHON to one that is." >&2
     exit 2
 fi
 

@@ -89,10 +89,12 @@ def main(argv: list[str]) -> int:
     if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
     search_for(script)
-    if settings.MEGATRON_PATH.get():
+    tree, given = stock_tools.tree_of(script) or script.parent, settings.MEGATRON_PATH.get()
+    if given:
+        _require_own_kind(script, tree, Path(given))
         _require_named_tree(script)
     else:
-        _require_own_tree(script, stock_tools.tree_of(script) or script.parent)
+        _require_own_tree(script, tree)
     sys.argv = options.command
     try:
         runpy.run_path(os.path.abspath(options.command[0]), run_name="__main__")  # as python from 3.9 on
@@ -153,6 +155,20 @@ def _require_own_tree(script: Path, tree: Path) -> None:
             f"{imported.name} {imported.version} ({imported.root}) first; a script must run with its own "
             "Megatron",
             remedy=f"Remove {imported.root} from the Python path.",
+        )
+
+
+def _require_own_kind(script: Path, tree: Path, given: Path) -> None:
+    """Reject a script of one Megatron if the setting names another one, whose modules have other names.
+
+    Another version of megatron-core is accepted, because a script may run with several versions.
+    """
+    own, named = megatrons.inside(tree), megatrons.inside(given)
+    if own and named and own.name != named.name:
+        raise UsageError(
+            f"{script.name} belongs to {own.name} {own.version} ({tree}), but {settings.MEGATRON_PATH.name} "
+            f"names {named.name} {named.version} ({given}); a script must run with its own Megatron",
+            remedy=f"Unset {settings.MEGATRON_PATH.name}, or set it to {tree}.",
         )
 
 

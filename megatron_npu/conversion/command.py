@@ -176,6 +176,7 @@ def _check(request: Request) -> None:
             "--proof logits requires the package transformers, which is not installed. Install it: pip "
             'install "megatron_npu[hf]"'
         )
+    _require_format(request)
     _require_new(Path(request.destination))
 
 
@@ -185,6 +186,18 @@ def _check_sizes(request: Request) -> None:
         raise UsageError(
             f"parallel sizes (here tensor-parallel {sizes[0]} x pipeline-parallel {sizes[1]}) can be used "
             "only with --to megatron --ckpt-format torch. Remove them; any layout can load the result."
+        )
+
+
+def _require_format(request: Request) -> None:
+    """Reject a folder of the other format, which --from and --to name the wrong way round."""
+    files_of = {"hf": "config.json", "megatron": "latest_checkpointed_iteration.txt"}
+    own, other = (Path(request.source, files_of[name]) for name in (request.origin, request.target))
+    if other.is_file() and not own.exists():
+        raise UsageError(
+            f"--from {request.origin} requires {own.name} in {request.source}, but the folder contains "
+            f"{other.name}",
+            remedy=f"Use --from {request.target} --to {request.origin}, or correct the path.",
         )
 
 

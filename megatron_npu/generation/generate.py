@@ -95,7 +95,7 @@ def add_sampling(add: trained_model.Add) -> None:
         "--recompute",
         action="store_true",
         help="recompute the whole sequence for every token instead of using the KV cache; the "
-        "output is the same",
+        "output is the same except for rounding",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron_npu.conversion import verify
 from megatron_npu.conversion.weight_map import Heads
 from megatron_npu.generation.generate import generate
 from megatron_npu.pretrain.checkpoint.restore import restored
+from tests.conftest import ROOT
 from tests.support import tiny
 from tests.support.tokenizers_made import byte_level, write_gpt2_files, write_json
 
@@ -297,6 +299,28 @@ def test_a_checkpoint_that_no_family_can_hold(flags, tmp_path, refused, capsys, 
     capsys.readouterr()
     assert named in refused("convert", "--from", "megatron", "--to", "hf", tmp_path / "m", tmp_path / "h")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_pages_show_the_lines_that_are_printed(source, tmp_path, convert):
+    """In every digit but the numbers."""
+
+    def shape(line: str) -> str:
+        return re.sub(r"type \w+|\d[\d.e+-]*", "#", line)
+
+    printed = set(map(shape, convert("hf", "megatron", source, tmp_path / "m").splitlines()))
+    for page in ("how-to/convert.md", "tutorials/codeparrot.md"):
+        lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+        shown = {shape(line) for line in lines if re.match(r"\d+ tensors of|logits of both models in", line)}
+        assert len(shown) == 2
+        assert shown <= printed
+
+
+def test_the_formats_the_wrong_way_round(source, tmp_path, convert, refused):
+    convert("hf", "megatron", source, tmp_path / "m")
+    ways = {("megatron", "hf"): source, ("hf", "megatron"): tmp_path / "m"}
+    for (origin, target), folder in ways.items():
+        told = refused("convert", "--from", origin, "--to", target, folder, tmp_path / "x")
+        assert f"Use --from {target} --to {origin}, or correct the path." in told
 
 
 def test_a_wrong_mapping_is_found_by_the_logits_and_leaves_nothing(source, tmp_path, refused, monkeypatch):

@@ -227,6 +227,19 @@ def test_windows_overlap_and_cover_the_context(windows: Any) -> None:
     assert max(map(len, seen.values())) > 2
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [("good", "in the context, 31, but it begins at 30."), ("bad", "31, and nowhere else.")]
+)
+def test_an_answer_at_another_place_is_told_its_place(text, told):
+    from megatron_npu.base.errors import UsageError
+    from megatron_npu.finetune.tasks.question_answering import _answers
+
+    row = {"question": "how", "context": "it is a film and the film was good", "answers": {}}
+    row["answers"] = {"text": [text], "answer_start": [31]}
+    with pytest.raises(UsageError, match=told):
+        _answers(row, {"question": "question", "context": "context", "answers": "answers"})
+
+
 def test_the_best_span_is_the_best_of_all() -> None:
     from megatron_npu.finetune.tasks.question_answering import best_spans
 

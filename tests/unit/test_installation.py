@@ -83,6 +83,23 @@ def _pip_install(python: Path, clone: Path, mode: Sequence[str]) -> None:
 SAY_FILE = "import megatron_npu; print(megatron_npu.installed(), megatron_npu.__file__)"
 
 
+def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
+    """Python 2 prints its version to standard error."""
+    old = tmp_path / "python2"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 2.7.18" >&2\nexit 1\n')
+    old.chmod(0o700)
+    done = processes.run(
+        ["bash", str(ROOT / "scripts" / "make_venv.sh"), str(tmp_path / "venv"), "demo"],
+        env={**os.environ, "PYTHON": str(old)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    told = f"{old} is not Python 3.10 or newer (--version: Python 2.7.18); set PYTHON to one that is."
+    assert done.stderr == f"make_venv.sh: {told}\n"
+
+
 @pytest.mark.parametrize("cwd", [".", "tests", "megatron_npu", "megatron_npu/megatron_npu", ".."])
 def test_the_package_wins_from_any_folder(installed: Installed, cwd: str) -> None:
     said = installed.run("-c", SAY_FILE, cwd=installed.root / cwd)

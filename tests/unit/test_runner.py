@@ -119,6 +119,21 @@ def test_a_script_of_another_megatron_than_the_named_one_is_refused(tree: Path, 
     assert f"finds megatron_core 0.16.1 ({tree}) first. Unset MEGATRON_LM_PATH" in done.stderr
 
 
+def test_a_script_of_another_megatron_than_the_setting_names_is_refused(tree: Path, tmp_path: Path) -> None:
+    old = script_in(tmp_path / "old", "megatron/model/transformer.py").parents[2]
+    script = script_in(tree, "pretrain_gpt.py", "print('runs')")
+    done = _run_without_megatron(script, MEGATRON_LM_PATH=str(old))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        f"pretrain_gpt.py belongs to megatron_core 0.16.1 ({tree}), but MEGATRON_LM_PATH names "
+        in done.stderr
+    )
+    assert f"Unset MEGATRON_LM_PATH, or set it to {tree}." in done.stderr
+    newer = tmp_path / "newer"
+    script_in(newer, "megatron/core/package_info.py", "MAJOR = 0\nMINOR = 17\nPATCH = 1\n")
+    assert _run_without_megatron(script, MEGATRON_LM_PATH=str(newer)).stdout == "runs\n"
+
+
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:
     if importlib.util.find_spec("transformer_engine"):
         pytest.skip("the case: TransformerEngine is installed: the converter is upstream's own")

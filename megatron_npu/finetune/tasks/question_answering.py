@@ -306,9 +306,12 @@ def _answers(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[list[s
 
 def _require_place(text: str, begin: int, context: str, question: str) -> None:
     if begin < 0 or context[begin : begin + len(text)] != text:
+        at = context.find(text)
+        there = f"but it begins at {at}" if at >= 0 else "and nowhere else"
         raise UsageError(
-            f"the answer {text!r} to {question!r} does not occur at its given position in the context. "
-            "Correct the row."
+            f"the answer {text!r} to {question!r} does not occur at its given position in the context, "
+            f"{begin}, {there}",
+            remedy="Correct the row.",
         )
 
 

@@ -33,7 +33,6 @@ _SAME_MODEL = (
     ("window_attn_skip_freq", "--window-attn-skip-freq"),
     ("swiglu", "--swiglu"),
     ("add_bias_linear", "--disable-bias-linear"),
-    ("add_qkv_bias", "--add-qkv-bias"),
     ("add_attention_bias", "--add-attention-bias"),
     ("qk_layernorm", "--qk-layernorm"),
     ("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights"),
@@ -80,6 +79,8 @@ def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
         names += _SAME_YARN
     if flags["position_embedding_type"] == "learned_absolute":
         names.append(("max_position_embeddings", "--max-position-embeddings"))
+    if not flags["add_bias_linear"]:
+        names.append(("add_qkv_bias", "--add-qkv-bias"))  # stock scripts turn it on with all other biases
     if flags["add_bias_linear"] and not flags["swiglu"]:
         names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
     saved = _BEFORE | found.arguments

@@ -16,7 +16,12 @@ from torch import serialization
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.pretrain.checkpoint import checkpoint_failures, checkpoint_files, stock_checkpoints
+from megatron_npu.pretrain.checkpoint import (
+    checkpoint_compatibility,
+    checkpoint_failures,
+    checkpoint_files,
+    stock_checkpoints,
+)
 from megatron_npu.pretrain.flags import stock_arguments
 from megatron_npu.safe_files import safe_load
 from tests.support.payload import Runs
@@ -212,6 +217,20 @@ def test_what_only_some_scripts_can_be_told_is_taken(changes):
     pytest.importorskip("megatron.core")
     args = stock_arguments.to_driver({**STOCK, **changes})
     assert {name: args[name] for name in changes} == changes
+
+
+def test_biases_of_all_layers_include_those_of_attention():
+    """Stock scripts turn --add-qkv-bias on unless --disable-bias-linear is given."""
+
+    def described(**changes: bool) -> dict:
+        return stock_arguments.to_driver({**STOCK, **changes}) | {"tokenizer_vocab_size": 100}
+
+    saved = described(add_bias_linear=True, add_qkv_bias=True)
+    found = Namespace(path=Path("stock"), arguments=saved)
+    checkpoint_compatibility.require_same_model(found, described(add_bias_linear=True, add_qkv_bias=False))
+    found.arguments = described(add_qkv_bias=True)
+    with pytest.raises(UsageError, match=r"a different model: --add-qkv-bias off \(checkpoint: on\)\. "):
+        checkpoint_compatibility.require_same_model(found, described(add_qkv_bias=False))
 
 
 def test_multi_latent_attention_and_further_layers_are_taken():
