@@ -42,7 +42,20 @@ def _reworded(table: str) -> str:
     table = _NOTES.sub("", table)
     for old, new in _WORDS.items():
         table = re.sub(old, new, table)
-    return table.strip()
+    return (table if re.search(r"\| +(?:-|\d+) +\|", table) else _not_started(table)).strip()
+
+
+def _not_started(table: str) -> str:
+    """Return a table in which no row was started as a sentence on the memory that each row needs."""
+    head = table[: table.index("| ")].rstrip()
+    needs = dict(re.findall(r"^\[(\d+)\] not started: a rank needs (\d+) MB", table, re.M))
+    rows = re.findall(r"^\| (\S.*?) \| +OOM \[(\d+)\]", table, re.M)
+    told = [
+        f"{re.sub(r' *[|] *', ' x ', re.sub(r' *[[].*', '', row).strip())}: {needs[n]}" for row, n in rows
+    ]
+    return (
+        f"{head}\n\nNo row was started. By arithmetic, a rank needs at least this many MB: {', '.join(told)}."
+    )
 
 
 def tables() -> str:
