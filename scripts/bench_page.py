@@ -42,7 +42,7 @@ def _reworded(table: str) -> str:
     table = _NOTES.sub("", table)
     for old, new in _WORDS.items():
         table = re.sub(old, new, table)
-    return (table if re.search(r"\| +(?:-|\d+) +\|", table) else _not_started(table)).strip()
+    return (_not_started(table) if "] not started: " in table else table).strip()
 
 
 def _not_started(table: str) -> str:
@@ -50,9 +50,8 @@ def _not_started(table: str) -> str:
     head = table[: table.index("| ")].rstrip()
     needs = dict(re.findall(r"^\[(\d+)\] not started: a rank needs (\d+) MB", table, re.M))
     rows = re.findall(r"^\| (\S.*?) \| +OOM \[(\d+)\]", table, re.M)
-    told = [
-        f"{re.sub(r' *[|] *', ' x ', re.sub(r' *[[].*', '', row).strip())}: {needs[n]}" for row, n in rows
-    ]
+    names = {row: " x ".join(cell.partition("[")[0].strip() for cell in row.split("|")) for row, _ in rows}
+    told = [f"{names[row]}: {needs[number]}" for row, number in rows]
     return (
         f"{head}\n\nNo row was started. By arithmetic, a rank needs at least this many MB: {', '.join(told)}."
     )
