@@ -80,7 +80,8 @@ def _programs(folder: Path) -> dict[str, tuple[str, list[str], dict[str, str]]]:
     common = [*sentences, *stock_core.SENTENCES, *"--train-iters 6 --eval-iters 0 --num-workers 0".split()]
     bert = [*common, *stock_core.LAYERS["pretrain_bert.py"], "--tokenizer-type", "BertWordPieceLowerCase"]
     t5 = [*common, *stock_core.LAYERS["pretrain_t5.py"], "--tokenizer-type", "BertWordPieceCase"]
-    hybrid = [*HYBRID, "--hybrid-layer-pattern", "M*M-"]
+    groups = ["--mamba-num-groups", "2"]  # as many as the small model has heads
+    hybrid = [*HYBRID, "--hybrid-layer-pattern", "M*M-", *groups]
     return {
         "gpt": ("pretrain_gpt.py", STOCK, {}),
         "gpt, 4 experts": ("pretrain_gpt.py", [*STOCK, *EXPERTS], {}),

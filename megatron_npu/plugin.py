@@ -25,11 +25,11 @@ from megatron_npu.patching.pins import PinError, Pins
 from megatron_npu.patching.registry import registry
 from megatron_npu.process import (
     deepspeed_device,
-    empty_spawn,
     one_line_end,
+    spawn_without_gpus,
     spawned_processes,
     stacks,
-    torchrun,
+    torchrun_waits,
     vector_probe,
     visible_devices,
 )
@@ -76,9 +76,19 @@ def install() -> None:
         engine().apply_loaded()
         _undoing.callback(spawned_processes.disarm)
         spawned_processes.arm()
-        _undoing.callback(empty_spawn.leave)
-        empty_spawn.watch()
-        torchrun.watch()
+        _undoing.callback(spawn_without_gpus.leave)
+        spawn_without_gpus.watch(_count_npus)
+        torchrun_waits.watch()
+
+
+def _count_npus() -> int:
+    """Return the number of NPUs that a redirection would map ``torch.cuda`` to."""
+    from megatron_npu import devices
+
+    if os.environ.get(settings.DEVICE.name, "").strip() == "cpu":
+        return 0
+    npu = devices.NpuDevice()
+    return npu.count() if npu.absence() is None else 0
 
 
 def cure_numbers() -> None:
@@ -156,7 +166,7 @@ def _redirect_torch() -> Device:
     from megatron_npu.devices import loader_workers
 
     redirection = _redirection()
-    empty_spawn.leave()  # torch.cuda counts devices from here on
+    spawn_without_gpus.leave()  # torch.cuda counts devices from here on
     _undoing.callback(redirection.off)
     redirection.on()
     _undoing.callback(redirection.device.release)
@@ -257,7 +267,7 @@ def _activate() -> Context:
     _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
     found = megatrons.find()
-    found.require_supported()
+    found.require_supported(_main_file())
     stock_tools.refuse(_main_file(), sys.argv[1:])
     device = _redirect_torch()
     if found.name.startswith("megatron_deepspeed"):

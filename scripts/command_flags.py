@@ -6,6 +6,7 @@ to date. The flags of `pretrain` have their own page (pretrain_flags.py).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,8 @@ def section(name: str) -> Iterator[str]:
     if name in ELSEWHERE:
         yield f"{ELSEWHERE[name]}\n"
     else:
-        flags = [one for one in parser._actions if one.option_strings and one.dest != "help"]
+        shown = [one for one in parser._actions if one.option_strings and one.help != argparse.SUPPRESS]
+        flags = [one for one in shown if one.dest != "help"]
         if flags:
             yield "\n".join(["| flag | default | meaning |", "|---|---|---|", *map(flag_row, flags)]) + "\n"
 

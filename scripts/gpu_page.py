@@ -186,7 +186,7 @@ def training(files: dict[str, Any]) -> Iterator[str]:
 
 
 def tables(files: dict[str, Any]) -> Iterator[str]:
-    """Yield the tables of document 001, line by line."""
+    """Yield the tables of the PAI-Rapidformer document, line by line."""
     for name, found in files.items():
         if not name.startswith("bench-"):
             continue

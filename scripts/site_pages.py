@@ -21,6 +21,7 @@ STAGED = Path("build") / "docs"
 BESIDE = ("README.md", "README.zh-CN.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _CODE_WITH_BAR = re.compile(r"(?<!`)`([^`\n]*\\\|[^`\n]*)`(?!`)")
+_FLAG = re.compile(r"(?<!`)`(--[^`\n|]{1,34})`(?!`)")
 _CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 _CHINESE_LINE_END = re.compile(rf"(?<={_CHINESE})\n(?={_CHINESE})")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -65,13 +66,19 @@ def _for_html(text: str) -> str:
     r"""Adapt a page so that Python-Markdown renders it like GitHub, and join Chinese lines without spaces.
 
     Python-Markdown shows the backslash of ``a\|b`` in a table's code, and browsers show a line end between
-    two Chinese characters as a space.
+    two Chinese characters as a space, and break ``--flag`` behind its hyphens. A long list of alternatives
+    may break behind each bar, and a short flag not at all (``site.css``).
     """
 
     def code(match: re.Match[str]) -> str:
-        return f"<code>{html.escape(match[1]).replace(chr(92) + '|', '&#124;')}</code>"
+        return f"<code>{html.escape(match[1]).replace(chr(92) + '|', '&#124;<wbr>')}</code>"
 
-    return _CHINESE_LINE_END.sub("", _CODE_WITH_BAR.sub(code, text))
+    def flag(match: re.Match[str]) -> str:
+        return f'<code class="flag">{html.escape(match[1])}</code>'
+
+    text = _CODE_WITH_BAR.sub(code, text)
+    lines = (line if line.startswith("#") else _FLAG.sub(flag, line) for line in text.split("\n"))
+    return _CHINESE_LINE_END.sub("", "\n".join(lines))
 
 
 def stage(folder: Path, root: Path = ROOT) -> int:

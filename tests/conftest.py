@@ -24,6 +24,7 @@ from megatron_npu.upstream import megatrons
 from tests.support import bytecode, held_rows, skipped, warm
 from tests.support.processes import LONGEST
 from tests.support.trees import core_tag
+from tests.support.warm import one_device
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,6 +132,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        if "torch.distributed.distributed_c10d" in sys.modules:
+            one_device.share()
         gc.freeze()
         gc.enable()
         _left_out["modules"] = len(sys.modules)
@@ -139,7 +142,9 @@ def pytest_collection() -> Generator[None, object, object]:
 _left_out = {"modules": 0}  # that there were when the collector was last told to leave out what there is
 _MANY = 200  # further ones: Megatron and transformers, which tests import, are 2,000
 _left_over = {"threads": 1}  # of process groups that are still in use
-_IDLE = 60  # further ones: a run in this process leaves about 50
+_IDLE = (
+    150  # further ones: a run in this process leaves about 35, and a collection takes a quarter of a second
+)
 _THREADS = Path("/proc/self/task")
 
 
@@ -147,24 +152,25 @@ _THREADS = Path("/proc/self/task")
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Leave out what tests have imported, too: a tenth of a second of each full collection.
+    """Let the collector leave out what tests have imported, and what a file's tests have left behind.
 
-    A conversion asks for four, a run of the driver for two.
+    A conversion asks for four full collections, a run of the driver for two. With all the modules, and with
+    the graphs that torch.compile keeps, each took a quarter of a second.
     """
     done = yield
-    if len(sys.modules) - _left_out["modules"] > _MANY:
+    _end_idle_threads()
+    file_is_done = nextitem is None or nextitem.path != item.path
+    if file_is_done or len(sys.modules) - _left_out["modules"] > _MANY:
         gc.collect()
         gc.freeze()
         _left_out["modules"] = len(sys.modules)
-    _end_idle_threads()
     return done
 
 
 def _end_idle_threads() -> None:
     """Collect process groups that tests have left as garbage.
 
-    A thread of each looks for messages a hundred times per second: a third of the time of a worker of the
-    suite was the kernel's.
+    Each has two threads, and one of what it shares with the others (``one_device``) looks for messages.
     """
     if not _THREADS.is_dir():  # not Linux
         return
@@ -173,6 +179,11 @@ def _end_idle_threads() -> None:
         _forget_embeddings()
         gc.collect()
         threads = len(os.listdir(_THREADS))
+        if threads - _left_over["threads"] > _IDLE:  # something held them when an earlier file was done
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+            threads = len(os.listdir(_THREADS))
     else:
         threads = min(threads, _left_over["threads"])
     _left_over["threads"] = threads

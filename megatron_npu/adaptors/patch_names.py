@@ -103,7 +103,7 @@ def called(names: Sequence[str], patches: Iterable[Patch]) -> list[Patch]:
     found = [_named(name, patches) for name in names]
     for name, some in zip(names, found, strict=True):
         if not some:
-            raise UsageError(f"there is no patch named {name}; use {_close(name, patches)}. {_remedy(name)}")
+            raise UsageError(f"there is no patch named {name}; {_advice(name, patches)}. {_remedy(name)}")
     wanted = {patch.key for some in found for patch in some}
     return [patch for patch in patches if not names or patch.key in wanted]
 
@@ -134,16 +134,26 @@ def _remedy(name: str) -> str:
             "It is a file from the guide to Megatron-LM 285068c8, and this Megatron has none of its "
             "functions."
         )
-    return "To list all patches, run: megatron-npu ledger --static"
+    return "To list all patches, run: megatron-npu patches list --static"
+
+
+def _advice(name: str, patches: list[Patch]) -> str:
+    """Return what an error message says about a name that no patch has.
+
+    The name may be correct: this Megatron may have a function that is not patched.
+    """
+    if name.removesuffix(".py") in GUIDE:
+        return "use one of the patches of this Megatron"
+    if close := _close(name, patches):
+        return f"if this Megatron defines it, upstream's own code runs; similar names are {close}"
+    return "use part of a target's name, such as core_attention or VocabParallelEmbedding.forward"
 
 
 def _close(name: str, patches: list[Patch]) -> str:
-    """Return names that are similar to ``name``, for use in an error message.
+    """Return names that are similar to ``name``, or an empty string.
 
     Whole names and their last parts are compared.
     """
-    if name.removesuffix(".py") in GUIDE:
-        return "one of the patches of this Megatron"
     known: dict[str, str] = {guide: guide for guide in GUIDE}
     for patch in patches:
         known |= {patch.qualname: patch.target, _dotted(patch): patch.target}
@@ -151,8 +161,4 @@ def _close(name: str, patches: list[Patch]) -> str:
         file = patch.ours.rpartition(":")[0].rpartition("/")[2]
         known[file] = file
     close = difflib.get_close_matches(name, known, n=2 * _SOME, cutoff=0.5)
-    told = list(dict.fromkeys(known[each] for each in close))[:_SOME]
-    return (
-        " or ".join(told)
-        or "part of a target's name, such as core_attention or VocabParallelEmbedding.forward"
-    )
+    return " or ".join(list(dict.fromkeys(known[each] for each in close))[:_SOME])

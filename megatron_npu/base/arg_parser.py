@@ -183,7 +183,8 @@ class Parser(argparse.ArgumentParser):
             actions = [
                 action
                 for action in group._group_actions
-                if word in f"{title} {' '.join(action.option_strings)} {action.help}".casefold()
+                if action.help != argparse.SUPPRESS
+                and word in f"{title} {' '.join(action.option_strings)} {action.help}".casefold()
             ]
             found = found or bool(actions)
             formatter.start_section(title)
@@ -291,7 +292,7 @@ class Parser(argparse.ArgumentParser):
             near = nearest(first, known)
             meant = f"Did you mean {either(near)}? " if near else ""
             if instead := instead_of(first, known):
-                meant = f"Use {instead}. "
+                meant = f"{instead[0].upper()}{instead[1:]}. "
             raise UsageError(f"unknown flag {' '.join(flags)}", remedy=meant + self._remedy())
         if unknown:
             self.error(f"unexpected argument {' '.join(unknown)}")

@@ -27,7 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "--data-path reviews/ --epochs 3 --mixed-precision --save checkpoints/bert",
         "megatron-npu train --user-script train.py --zero-2-memory-optimization",
     ),
-    "megatron-npu dashboard": ("megatron-npu dashboard checkpoints/gpt --at 127.0.0.1:8080",),
+    "megatron-npu dashboard": ("megatron-npu dashboard checkpoints/gpt --port 8080",),
     "megatron-npu preprocess": (
         "megatron-npu preprocess --input text.jsonl --output-prefix data/text --vocab-file vocab.json "
         "--merge-file merges.txt --append-eod --workers 4",
@@ -46,7 +46,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         'megatron-npu generate --load checkpoints/gpt --prompt "To be" --num-tokens 64',
         "megatron-npu generate --load checkpoints/gpt --num-samples 4 --top-p 0.9 --seed 1",
     ),
-    "megatron-npu serve": ("megatron-npu serve --load checkpoints/gpt --host 127.0.0.1 --port 8000",),
+    "megatron-npu serve": ("megatron-npu serve --load checkpoints/gpt --port 8000",),
     "megatron-npu convert": (
         "megatron-npu convert --from hf --to megatron gpt2/ checkpoints/gpt2",
         "megatron-npu convert --from megatron --to hf checkpoints/gpt2 gpt2-again/",

@@ -40,17 +40,18 @@ def tighten_umask() -> int:
 
 
 def nearest(path: str | Path) -> str:
-    """Suggest, for a path that does not exist, the existing file with the most similar name.
+    """Suggest, for a path that does not exist, a file with its name one folder below, or a similar name.
 
-    The result is empty if no file has a similar name.
+    The result is the advice to check the path if there is no such file.
     """
     path = Path(path)
     try:
+        below = sorted(one for one in path.parent.glob(f"*/{glob.escape(path.name)}") if one.is_file())
         names = [one.name for one in path.parent.iterdir() if one.suffix == path.suffix and one.is_file()]
     except OSError:
-        names = []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"Did you mean {path.parent / near[0]}?" if near else "Check the path."
+        below, names = [], []
+    near = below or [path.parent / name for name in difflib.get_close_matches(path.name, names, n=1)]
+    return f"Did you mean {near[0]}?" if near else "Check the path."
 
 
 def partial_file(path: Path) -> Path:

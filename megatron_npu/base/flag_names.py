@@ -13,7 +13,7 @@ class Instead(NamedTuple):
 
     Attributes:
         where: the flag that a command must have for ``text`` to apply to it.
-        text: what the error message expects in place of the unknown flag.
+        text: the flags to use in place of the unknown flag, or a sentence that begins with ``remove``.
     """
 
     where: str
@@ -22,7 +22,7 @@ class Instead(NamedTuple):
 
 _WINDOW = "--pre-tockens"  # only commands and scripts that train Megatron's models have this flag
 _ALWAYS_ON = (
-    Instead(_WINDOW, "no flag for this, because fused operations are always on"),
+    Instead(_WINDOW, "remove this flag, because fused operations are always on"),
     Instead("--fused-ops", "--fused-ops, which replaces all operations that have a fused implementation"),
 )
 _OFFLOADED = (Instead(_WINDOW, "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"),)
@@ -36,7 +36,7 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
     "--use-fused-swiglu": _ALWAYS_ON,
     "--use-fused-rotary-pos-emb": _ALWAYS_ON,
     "--use-fused-ring-attention-update": _ALWAYS_ON,
-    "--use-fusion-attn-v2": (Instead(_WINDOW, "no flag for this, because fused attention is always on"),),
+    "--use-fusion-attn-v2": (Instead(_WINDOW, "remove this flag, because fused attention is always on"),),
     "--use-fused-moe-token-permute-and-unpermute": (Instead(_WINDOW, "--moe-permute-fusion"),),
     "--context-parallel-algo": (Instead(_WINDOW, "--cp-comm-type with p2p, a2a, all_gather or a2a+p2p"),),
     "--ulysses-degree-in-cp": (Instead(_WINDOW, "--hierarchical-context-parallel-sizes U R"),),
@@ -53,7 +53,7 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
     "--moe-tp-extend-ep": (Instead(_WINDOW, "--expert-tensor-parallel-size 1"),),
     "--npu-deterministic": (Instead(_WINDOW, "--deterministic-mode"),),
     "--use-cp-send-recv-overlap": (
-        Instead(_WINDOW, "no flag for this, because --cp-comm-type p2p, the default, has no such switch"),
+        Instead(_WINDOW, "remove this flag, because --cp-comm-type p2p, the default, has no such switch"),
     ),
     "--swap-attention": _OFFLOADED,
     "--swap-modules": _OFFLOADED,
@@ -65,19 +65,29 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
 }
 
 
+# flags that no command has, because an environment variable is for all of them
+_VARIABLES = {
+    "--device": Instead(
+        "--micro-batch-size", "the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE=npu"
+    )
+}
+
+
 def instead_of(flag: str, known: Container[str]) -> str | None:
-    """Return the replacement for a flag of another project.
+    """Return the replacement for a flag of another project, or for one that is an environment variable here.
 
     Args:
         flag: an unknown flag, such as ``--use-fused-rmsnorm``.
         known: the flags of the command or script.
 
     Returns:
-        The text for an error message, or None if there is no replacement that the command has.
+        An instruction for an error message, such as ``use --swap-optimizer``, or None if there is no
+        replacement that the command has.
     """
-    for one in _INSTEAD.get(flag, ()):
+    variable = (_VARIABLES[flag],) if flag in _VARIABLES else ()
+    for one in _INSTEAD.get(flag, variable):
         if one.where in known and all(name in known for name in re.findall(r"--[a-z][\w-]*", one.text)):
-            return one.text
+            return one.text if one.text.startswith("remove") else f"use {one.text}"
     return None
 
 

@@ -135,22 +135,22 @@ STRICT = Variable(
 CPU_DEVICES = Variable(
     "MEGATRON_NPU_CPU_DEVICES",
     "auto",
-    "The number of devices that a CPU counts as in `torch.cuda.device_count()`. auto: the "
-    "number of processes that torchrun starts here, else the number of devices in "
-    "CUDA_VISIBLE_DEVICES, else one.",
+    "Number of devices that `torch.cuda.device_count()` reports on a CPU. auto: the number of "
+    "processes that torchrun starts here, else the number of devices in CUDA_VISIBLE_DEVICES, else one.",
     type=lambda text: None if text == "auto" else Number("auto or a positive integer", int, 1)(text),
 )
 KEEP_MEMORY = Variable(
     "MEGATRON_NPU_KEEP_MEMORY",
     "1",
-    "Keep freed memory for later tensors, on a cpu and on simulated NPUs, instead of returning it.",
+    "On a CPU and on simulated NPUs: keep freed memory for later tensors instead of returning it to the "
+    "system.",
     ("0", "1"),
 )
 COMPILED = Variable(
     "MEGATRON_NPU_COMPILED",
     "1",
-    "Compile this package's C++ with g++, once: kernels on a cpu, and the builder of dataset "
-    "indices on every device. 0: use only torch's kernels and numpy.",
+    "Compile this package's C++ code with g++, once: on a CPU its kernels, and on every device the "
+    "builder of dataset indices. 0: use only torch's kernels and numpy.",
     ("0", "1"),
 )
 TRITON = Variable(
@@ -163,7 +163,7 @@ TRITON = Variable(
 SHARE_CORES = Variable(
     "MEGATRON_NPU_SHARE_CORES",
     "1",
-    "On a cpu with several ranks: give each rank as many threads as it has cores, unless "
+    "On a CPU with several ranks: give each rank as many threads as it has cores, unless "
     "OMP_NUM_THREADS is set, and bind it to these cores, unless another program uses the "
     "machine.",
     ("0", "1"),
@@ -171,7 +171,7 @@ SHARE_CORES = Variable(
 SHARED_MEMORY = Variable(
     "MEGATRON_NPU_SHARED_MEMORY",
     "1",
-    "On a cpu: let large collectives of ranks on one machine use shared memory instead of gloo's sockets.",
+    "On a CPU: let large collectives of ranks on one machine use shared memory instead of gloo's sockets.",
     ("0", "1"),
 )
 BACKPORT = Variable(
@@ -248,7 +248,7 @@ SIM_DEVICES = Variable(
 SIM_SOC = Variable(
     "MEGATRON_NPU_SIM_SOC",
     "Ascend910B2",
-    "Chip to simulate; torch_npu selects code paths by it.",
+    "Chip to simulate; it determines which code paths torch_npu uses.",
     _CHIPS,
 )
 SIM_MEMORY = Variable(

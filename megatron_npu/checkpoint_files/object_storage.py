@@ -14,9 +14,9 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megatron_npu.base import files
@@ -83,7 +83,8 @@ def opened(address: str) -> Storage:
     """Open the storage at an address, and return it.
 
     Raises:
-        UsageError: the text is not an address, or the package for its scheme is not installed.
+        UsageError: the text is not an address, the package for its scheme is not installed, or its client
+            cannot connect.
     """
     scheme = address.partition("://")[0]
     if "://" not in address:
@@ -106,6 +107,8 @@ def opened(address: str) -> Storage:
         ) from error
     except (ImportError, ValueError) as error:  # fsspec's own text names the package
         raise _missing(address, scheme, error) from error
+    except Exception as error:  # each client has its own; some connect here already
+        raise _unreadable(address, error) from error
     return Storage(address, system, root)
 
 
@@ -113,6 +116,13 @@ def _missing(address: str, scheme: str, error: Exception) -> UsageError:
     package = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "msc": "multi-storage-client"}.get(scheme)
     remedy = f"Run pip install {package}." if package else "Install fsspec's package for this scheme."
     return UsageError(f"{FLAG} {address}: fsspec cannot open {scheme}:// ({error})", remedy=remedy)
+
+
+def _unreadable(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{FLAG} {address} cannot be read ({type(error).__name__}: {str(error)[:300]})",
+        remedy="Check the address, the credentials and the network.",
+    )
 
 
 # -- saving
@@ -226,7 +236,8 @@ def fetch(address: str, load: str, step: int | None = None) -> None:
         step: if given, the iteration of another checkpoint.
 
     Raises:
-        UsageError: the storage cannot be read, or does not have that checkpoint.
+        UsageError: the storage cannot be read, does not have that checkpoint, or has an object in it whose
+            path leads out of the folder.
     """
     storage = opened(address)
     try:
@@ -247,10 +258,7 @@ def fetch(address: str, load: str, step: int | None = None) -> None:
     except UsageError:
         raise
     except Exception as error:  # each client has its own
-        raise UsageError(
-            f"{FLAG} {address} cannot be read ({type(error).__name__}: {str(error)[:300]})",
-            remedy="Check the address, the credentials and the network.",
-        ) from error
+        raise _unreadable(address, error) from error
 
 
 @contextlib.contextmanager
@@ -265,6 +273,7 @@ def _bring(storage: Storage, root: Path, iteration: int) -> None:
     """Copy a checkpoint to ``root`` unless it is already there, and update the tracker file."""
     name = f"iter_{iteration:07d}"
     sizes = _retried(lambda: storage.sizes(name))
+    _require_inside(storage, name, sizes)
     if not _is_there(storage, root / name, sizes):
         part = _begun(storage, root, name)
         # the checksums first: they tell of which checkpoint a part is, should this process be killed
@@ -276,6 +285,20 @@ def _bring(storage: Storage, root: Path, iteration: int) -> None:
     text = f"{iteration}\n"
     if not tracker.is_file() or tracker.read_text(encoding="utf-8", errors="replace") != text:
         files.write(tracker, text)
+
+
+def _require_inside(storage: Storage, name: str, paths: Iterable[str]) -> None:
+    """Check that no object's path leads out of the checkpoint's folder, such as ``../x`` or ``//x``.
+
+    Objects are named by whoever writes to the storage, and their names may contain anything.
+    """
+    for each in map(PurePosixPath, paths):
+        if each.is_absolute() or ".." in each.parts:
+            raise UsageError(
+                f"{FLAG} {storage.address}: the path of the object {name}/{each} leads out of the "
+                "checkpoint's folder, so this checkpoint is not fetched",
+                remedy="Remove the object, or fetch another checkpoint with --ckpt-step.",
+            )
 
 
 def _begun(storage: Storage, root: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_npu.base import files
+from megatron_npu.base import errors, files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums
 
@@ -80,8 +80,8 @@ def tell_of_implausible(where: object, weights: Iterable[tuple[str, Tensor]]) ->
         name, largest = next(iter(found.items()))
         more = f", and {len(found) - 1} more weights have such values" if len(found) > 1 else ""
         print(
-            f"megatron_npu: warning: {where}: {name} has a value of {largest:.3g}{more}, but "
-            f"the weights of trained models stay below {MOST:g}. The file may be damaged.",
+            f"megatron_npu: warning: {where}: {errors.printable(name)} has a value of {largest:.3g}{more}, "
+            f"but the weights of trained models stay below {MOST:g}. The file may be damaged.",
             file=sys.stderr,
             flush=True,
         )

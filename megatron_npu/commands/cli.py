@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from megatron_npu import __version__
-from megatron_npu.base import errors, files, settings
+from megatron_npu.base import errors, files, search_paths, settings
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import inert_packages, standard_streams
 from megatron_npu.patching.module_patch import DriftError
@@ -91,8 +91,8 @@ _REQUIRED = {
     **dict.fromkeys((*inert_packages.DECLARED, "packaging"), _OURS),
     "torch": (
         "this command requires it",
-        "Install the build for your device (docs/reference/versions.md#which-torch). The commands check and "
-        "--help work without it.",
+        "Install the build for your device (docs/reference/versions.md#which-torch). `megatron-npu check` "
+        "and --help work without it.",
     ),
 }
 # these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:
@@ -172,7 +172,7 @@ def _usage() -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, [*COMMANDS, "help"], n=1)
+    near = difflib.get_close_matches(name, [*COMMANDS, "help", "--version"], n=1)
     meant = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
     return UsageError(f"unknown command {name!r}", remedy=f"{meant} See `megatron-npu --help`.")
 
@@ -203,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = _for_absent_scripts(argv)
     files.tighten_umask()
     _write_whole_lines()
+    _search_no_folder_of_others(argv[0])
     try:
         return _run_heard(argv)
     except BrokenPipeError:
@@ -277,7 +278,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
-        return f"the memory of this process is used up ({said}). Use less, or raise its limit (ulimit -v)", 1
+        return f"this process ran out of memory ({said}). Use less memory, or raise the limit (ulimit -v)", 1
     if not isinstance(error, OSError | RuntimeError):
         return None
     if errors.is_of_processes(error):
@@ -326,6 +327,13 @@ def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(write_through=False, line_buffering=True)
+
+
+def _search_no_folder_of_others(command: str) -> None:
+    """Ignore entries of search paths, such as PATH, that lead to a working directory of another user."""
+    for told in search_paths.clean(os.environ):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-npu {command}: warning: {told}", file=sys.stderr)
 
 
 def _absent(error: ModuleNotFoundError) -> UsageError | None:

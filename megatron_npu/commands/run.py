@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "device from the start, including in spawned processes",
     )
     help_text = (
-        f"number of devices that a CPU counts as, like {settings.CPU_DEVICES.name}=N but only for "
-        "this program"
+        f"number of devices that torch.cuda.device_count() reports on a CPU; like "
+        f"{settings.CPU_DEVICES.name}=N, but only for this program"
     )
     result.add_argument("--cpu-devices", type=positive, help=help_text)
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS ...]")
@@ -89,7 +89,9 @@ def main(argv: list[str]) -> int:
     if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
     search_for(script)
-    if not settings.MEGATRON_PATH.get():
+    if settings.MEGATRON_PATH.get():
+        _require_named_tree(script)
+    else:
         _require_own_tree(script, stock_tools.tree_of(script) or script.parent)
     sys.argv = options.command
     try:
@@ -150,9 +152,28 @@ def _require_own_tree(script: Path, tree: Path) -> None:
             f"{script.name} belongs to {own.name} {own.version} ({tree}), but `import megatron` finds "
             f"{imported.name} {imported.version} ({imported.root}) first; a script must run with its own "
             "Megatron",
-            remedy=f"Remove {imported.root} from PYTHONPATH, or set {settings.MEGATRON_PATH.name} to the "
-            "right one.",
+            remedy=f"Remove {imported.root} from the Python path.",
         )
+
+
+def _require_named_tree(script: Path) -> None:
+    """Reject a script if Python would import a Megatron other than the one in ``MEGATRON_LM_PATH``.
+
+    The script's own folder precedes that Megatron on the path, and old Megatrons take precedence anywhere.
+    """
+    named, imported = megatrons.find(*megatrons.named(None)), megatrons.find()
+    if (named.name, named.version) == (imported.name, imported.version):
+        return
+    variable = settings.MEGATRON_PATH.name
+    remedy = f"Remove {imported.root} from the Python path, or unset {variable}."
+    if script.is_relative_to(imported.root):
+        remedy = f"Unset {variable}, because a script must run with its own Megatron, or run a script of the "
+        remedy += "other."
+    raise UsageError(
+        f"{variable} names {named.name} {named.version} ({named.root}), but `import megatron` finds "
+        f"{imported.name} {imported.version} ({imported.root}) first",
+        remedy=remedy,
+    )
 
 
 def _script(command: list[str]) -> Path:

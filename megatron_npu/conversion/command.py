@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_npu import plugin
-from megatron_npu.base import files, malloc
+from megatron_npu.base import errors, files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end-of-text token to use if the source's files do not specify one (only with --to megatron)",
     )
-    tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (from megatron)")
+    tokenizer_flags.add_gpt2_files(add, ", if it has moved since training (only with --from megatron)")
     return result
 
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     convert = to_megatron.convert if request.target == "megatron" else to_hf.convert
     with files.new_folder(request.destination) as part, _enough_memory(request.source):
         for line in convert(request, part):
-            print(line, flush=True)
+            print(errors.printable(line), flush=True)
     print(f"wrote {request.destination}")
     return 0
 
@@ -146,9 +146,9 @@ def _enough_memory(source: str) -> Iterator[None]:
         if not isinstance(error, MemoryError) and "allocate memory" not in str(error):  # torch's allocator
             raise
         raise UsageError(
-            f"the conversion of {source} does not fit into memory, of which "
-            f"{host_memory.available() / 1e9:.1f} GB are available. End other programs, raise a limit of "
-            "this process (ulimit -v), or use a larger machine."
+            f"the conversion of {source} does not fit into memory ("
+            f"{host_memory.available() / 1e9:.1f} GB are available). Stop other programs, raise the memory "
+            "limit of this process (ulimit -v), or use a machine with more memory."
         ) from error
 
 

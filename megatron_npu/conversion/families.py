@@ -27,7 +27,7 @@ def of_config(config: Config) -> Family:
         raise config.refusal(
             "quantization_config",
             config.take("quantization_config"),
-            "absent, because only weights that are not quantized are supported",
+            "absent, because only unquantized weights are supported",
         )
     return family
 

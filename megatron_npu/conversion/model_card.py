@@ -60,7 +60,7 @@ def write(folder: Path, found: CheckpointInfo, args: Flags, values: Mapping[str,
 def _origin(found: CheckpointInfo) -> str:
     if found.path.name == RELEASE:
         return "Converted from a checkpoint without further training in Megatron."
-    return f"Trained by Megatron for {found.iteration} iterations."
+    return f"Trained with Megatron for {found.iteration} iterations."
 
 
 def _table(values: Mapping[str, Any]) -> list[str]:
@@ -76,7 +76,7 @@ def _table(values: Mapping[str, Any]) -> list[str]:
 def _training(found: CheckpointInfo, args: Flags) -> Iterator[str]:
     flags = found.arguments if found.is_own else stock_checkpoints.flags_of(found.path)
     if found.path.name == RELEASE or flags.get("lr") is None:
-        yield "The checkpoint does not say how it was trained."
+        yield "The checkpoint does not record how it was trained."
         return
     names = [*_TRAINING, *(_TRAINING_OF_EXPERTS if getattr(args, "num_experts", None) else ())]
     yield from _table({name: flags.get(name) for name in names})

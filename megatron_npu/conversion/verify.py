@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.conversion import fp32, weights
+from megatron_npu.conversion import fp32_inference, weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.positions import far_rotation
 from megatron_npu.conversion.request import Request
@@ -138,7 +138,7 @@ def verify(
         raise UsageError(
             f"after {result.positions} tokens the original and the converted model rotate queries "
             "and keys by different angles: the sines of the angles differ by "
-            f"{result.turned:.3g}, but must differ by at most "
+            f"{result.turned:.3g}, but may differ by at most "
             f"{far_rotation.bound(result.positions):.3g}. Nothing was written. Please report it."
         )
     return result
@@ -165,12 +165,13 @@ def told(
     if logits:
         yield (
             f"logits of both models in fp32 on {result.tokens} tokens: the largest difference is "
-            f"{result.difference:.2e}, the largest logit {result.largest:.2e}, and the limit {BOUND:g} of it"
+            f"{result.difference:.2e}, the largest logit is {result.largest:.2e}, and the "
+            f"limit is {BOUND:g} of the largest logit"
         )
         if result.positions:
             yield (
                 f"rotation angles of both models at the end of {result.positions} tokens: the largest "
-                f"difference of sines is {result.turned:.2e}, and the limit "
+                f"difference of sines is {result.turned:.2e}, and the limit is "
                 f"{far_rotation.bound(result.positions):.1e}"
             )
     elif request.proof is None:
@@ -226,7 +227,7 @@ def _tokens(vocabulary: int, number: int) -> Tensor:
 def _megatron_logits(gpt: Any, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits ``[1, s, padded V]`` in fp32 on the host. The model cannot be used afterwards."""
     embeddings = [gpt.embedding.word_embeddings, getattr(gpt.embedding, "position_embeddings", None)]
-    fp32.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
+    fp32_inference.run(gpt, dtype, embeddings=embeddings, output=gpt.output_layer, returns_bias=True)
     tokens = tokens.to(devices.current().torch_device())
     positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     return gpt(tokens, positions, None, runtime_gather_output=True).float().cpu()
@@ -259,6 +260,8 @@ def _hf_results(
             f"the conversion: {_first_line(error)}. Correct its config.json, or pass --proof tensors."
         ) from error
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    fp32.run(model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False)
+    fp32_inference.run(
+        model, dtype, embeddings=embeddings, output=model.get_output_embeddings(), returns_bias=False
+    )
     logits = model(tokens).logits
     return logits, far_rotation.theirs(model, args)  # behind them: dynamic scaling remembers the longest text

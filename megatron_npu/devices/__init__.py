@@ -51,7 +51,8 @@ def select(name: str) -> Device:
     if reason is not None:
         raise UsageError(
             f"{settings.DEVICE.name}={name} requires a machine with a usable {name} device, but "
-            f"{reason}. Install the missing software, or set {settings.DEVICE.name}=auto."
+            f"{reason} (usable here: {', '.join(present())}). Install the missing software, or set "
+            f"{settings.DEVICE.name}=auto."
         )
     return device
 

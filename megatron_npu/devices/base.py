@@ -149,10 +149,9 @@ class Device(ABC):
 
     @abstractmethod
     def utilization(self) -> float | None:
-        """Return the fraction of recent time in which any process kept the device busy, or None if it is
-        unknown.
+        """Return the fraction of recent time, from 0 to 1, in which any process kept the device busy.
 
-        The value is between 0 and 1, or None if it is unknown.
+        The result is None if this is unknown.
         """
 
     @abstractmethod

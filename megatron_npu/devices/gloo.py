@@ -5,13 +5,15 @@ exist.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_npu.base.errors import UsageError
+
 logger = logging.getLogger(__name__)
 
+_NO_INTERFACE = re.compile(r"Unable to (?:find|resolve) (?:interface|address|hostname)[^\n]*")
 # How the names of torch's threads begin that release Python objects after their work is reported as complete
 # (ProcessGroupGloo's; a device's in the backward pass; torch 2.13), and where Linux shows what threads do.
 _WORKERS = ("pt_gloo_runloop", "pt_autograd_")
 _THREADS = Path("/proc/self/task")
+
+
+@contextlib.contextmanager
+def naming_interfaces() -> Iterator[None]:
+    """Name the network interface that gloo does not find inside the ``with`` block, where it connects.
+
+    Raises:
+        UsageError: it does not exist, or has no address.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _NO_INTERFACE.search(str(error))
+        if found is None:
+            raise
+        raise UsageError(
+            f"gloo cannot find a network interface of this machine: {found[0]}",
+            remedy="Set GLOO_SOCKET_IFNAME to an interface that exists, or bring up the loopback (ip link "
+            "set lo up).",
+        ) from error
 
 
 def ignore_shape(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,9 @@ def _failures() -> Iterator[Replacement]:
     yield worker, "ManagerWatchdog", _Watchdog
 
 
+_CLOSED = "/dev/shm holds their queues: let all users write to it (mode 1777), or pass --num-workers 0."
 _REMEDIES = {
+    errno.EACCES: _CLOSED,
     errno.EAGAIN: "Raise the number of processes (ulimit -u, docker --pids-limit), or lower --num-workers.",
     errno.EMFILE: "Raise the number of open files (ulimit -n), or lower --num-workers.",
     errno.ENOMEM: "There is not enough memory for that many workers: lower --num-workers.",
@@ -65,6 +67,7 @@ _REMEDIES = {
         "/dev/shm, which holds their queues, is full: enlarge it (docker run --shm-size), or "
         "lower --num-workers."
     ),
+    errno.EROFS: _CLOSED,
 }
 
 

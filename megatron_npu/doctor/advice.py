@@ -78,8 +78,8 @@ def _of_versions(versions: dict[str, str | None], devices: dict[str, Any]) -> li
     torch, torch_npu = (_release(versions.get(name)) for name in ("torch", "torch-npu"))
     if torch and torch_npu and torch[:2] != torch_npu[:2]:
         found.append(
-            f"torch-npu {versions['torch-npu']} does not fit torch {versions['torch']}: the major and minor "
-            f"versions must be the same. Install torch-npu {torch[0]}.{torch[1]}.*"
+            f"torch-npu {versions['torch-npu']} does not match torch {versions['torch']}: the major and "
+            f"minor versions must be the same. Install torch-npu {torch[0]}.{torch[1]}.*"
         )
     apex = _release(versions.get("apex"))
     if apex and apex >= (0, 9):
@@ -128,7 +128,7 @@ def _unused(versions: dict[str, str | None], devices: dict[str, Any], selected: 
     if versions.get("torch-npu") and selected != "npu":
         yield (
             f"torch-npu {versions['torch-npu']} is installed but no NPU is used ({devices['npu']}): "
-            "source CANN's set_env.sh, check `npu-smi info`, and check that torch-npu fits torch "
+            "source CANN's set_env.sh, check `npu-smi info`, and check that torch-npu matches torch "
             f"{versions['torch']}."
         )
     # PyPI's torch is built for CUDA: where no driver is there, it is a CPU's torch like another
@@ -162,7 +162,7 @@ def _of_devices(versions: dict[str, str | None], devices: dict[str, Any]) -> lis
 def _of_ledger(ledger: dict[str, Any]) -> list[str]:
     found = [f"patch failed: {line}" for line in ledger.get("failed", [])]
     found += [
-        f"Part of Megatron is {reason}: a script that needs it fails too. Install the package."
+        f"Part of Megatron is {reason}. A script that needs this part fails too: install the package."
         for reason in ledger.get("not_imported", [])
     ]
     return found + ([f"Megatron cannot be patched: {ledger['error']}"] if "error" in ledger else [])

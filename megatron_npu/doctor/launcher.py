@@ -55,7 +55,7 @@ def advice(found: dict[str, str]) -> list[str]:
     else:
         return []
     return [
-        f"torchrun ({found['torchrun']}) starts {found['python']}, {reason}. In place of `torchrun`, type "
+        f"torchrun ({found['torchrun']}) starts {found['python']}, {reason}. Instead of `torchrun`, use "
         f"`{shlex.quote(sys.executable)} -m torch.distributed.run`."
     ]
 

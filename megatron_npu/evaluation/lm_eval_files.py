@@ -13,6 +13,7 @@ import argparse
 import glob
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def _caches(prefix: str | None) -> Iterator[Path]:
         yield from Path(place).glob("*.pickle")
 
 
+def _modules() -> Iterator[Path]:
+    """Yield the folder in which the package ``evaluate`` keeps metrics, which it imports, and its content."""
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(os.environ.get("HF_HOME") or Path(user, "huggingface")).expanduser()
+    place = Path(os.environ.get("HF_MODULES_CACHE") or home / "modules").expanduser()
+    if place.parent.is_dir() and not place.parent.stat().st_mode & stat.S_ISVTX:
+        yield place.parent
+    if place.is_dir():
+        yield place
+        yield from place.rglob("*.py")
+
+
 def _tasks(asked: argparse.Namespace) -> Iterator[Path]:
     """Yield the files and folders of tasks that are not lm-eval's own."""
     included = asked.include_path if isinstance(asked.include_path, list) else [asked.include_path]
@@ -156,12 +169,14 @@ def require_own_metric(name: str) -> None:
     """Check a metric that lm-eval is about to load with ``evaluate``, which prefers the working directory.
 
     Raises:
-        UsageError: it is a script of another user.
+        UsageError: it is a script of another user, or the cache of such scripts is.
     """
     path = Path(name)
     script = path / f"{path.name}.py"
     for each in [path] if path.is_file() else [path, script] if script.is_file() else []:
         _require_own(each, "metric", "another working directory")
+    for each in _modules():
+        _require_own(each, "cache of metrics", "another HF_MODULES_CACHE or HF_HOME")
 
 
 def _require_own(path: Path, kind: str, instead: str) -> None:

@@ -2,7 +2,7 @@
 
 Templates are written in Jinja and are distributed with the Hugging Face tokenizer, so they are untrusted.
 Templates are rendered like in Transformers, in Jinja's sandbox, which only gives access to the messages, and
-with a time limit.
+with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _KEY = "chat_template"  # of tokenizer_config.json and of chat_template.json
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _SECONDS = 5.0  # for a text; a template takes less than a thousandth
-_MOST = 1 << 24  # characters, or bits of a number, that an operator makes
 
 Message = dict[str, Any]
 
@@ -66,8 +65,10 @@ class ChatTemplate:
         Raises:
             UsageError: the template rejects the messages or fails.
         """
+        from megatron_npu.generation.bounded_jinja import spending
+
         try:
-            with _at_most(_SECONDS):
+            with _at_most(_SECONDS), spending():
                 text = self._template.render(
                     messages=list(messages),
                     tools=None,
@@ -122,43 +123,13 @@ def _source(folder: Path) -> str | None:
 
 
 def _environment() -> Any:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from megatron_npu.generation.bounded_jinja import BoundedSandbox
 
-    class Bounded(ImmutableSandboxedEnvironment):
-        """A Jinja sandbox whose operators ``*`` and ``**`` reject results that are too large."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size(operator, left, right) > _MOST:
-                raise SecurityError(
-                    f"the template's operator {operator} would create a value that is too large"
-                )
-            return super().call_binop(context, operator, left, right)
-
-    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _as_json
+    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.add_filter("tojson", _as_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _size(operator: str, left: Any, right: Any) -> float:
-    """Return the number of items or bits in the result of an operator.
-
-    The result is 0 for operators without a size limit.
-    """
-    if operator == "**":
-        bits = left.bit_length() if isinstance(left, int) else 0
-        return bits * max(right, 0) if isinstance(right, int) else 0
-    one, times = (right, left) if isinstance(left, int) else (left, right)
-    if not isinstance(times, int):
-        return 0
-    return one.bit_length() + times.bit_length() if isinstance(one, int) else _length(one) * max(times, 0)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else 0
 
 
 @contextlib.contextmanager

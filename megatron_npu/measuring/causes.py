@@ -37,8 +37,8 @@ def _no_oom(plan: Plan, scheme: Scheme) -> str:
         plan.job(scheme), plan.suite.family, host_is_device=plan.machine.host_memory
     )
     return (
-        f"no OOM here: the estimated {needed >> 20} MB or more that a rank needs are available; with a "
-        "lower --memory-limit it runs out of memory as in the document"
+        f"no OOM here: the memory that a rank needs, an estimated {needed >> 20} MB or more, is available; "
+        "with a lower --memory-limit it runs out of memory as in the document"
     )
 
 

@@ -87,7 +87,7 @@ class Plan(Setting):
         if self.global_batch_size % (self.micro_batch_size * (self.ranks // parallel)):
             return "the global batch is not a multiple of the micro batch times the ranks"
         if scheme.sharding != "none" and self.ranks == 1:
-            return "a single rank has no other rank to share shards with"
+            return "a single rank has no other rank to shard over"
         return ""
 
 

@@ -137,8 +137,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], steps: Path, follow: Callabl
         follow(steps.stat().st_size if steps.exists() else 0)
         if host_memory.available() < reserve:
             return (
-                f"the rank was ended because less than {reserve >> 20} MB of the machine's memory were "
-                "left, which are reserved for other programs"
+                f"the rank was stopped because less than {reserve >> 20} MB of the machine's memory was "
+                "left, which is reserved for other programs"
             )
         if any(process.poll() for process in processes):
             deadline = deadline or time.monotonic() + _GRACE

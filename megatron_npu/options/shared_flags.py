@@ -90,7 +90,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--save": {"metavar": "DIR", "help": "directory for checkpoints (default: save no checkpoints)"},
     "--load": {
         "metavar": "DIR",
-        "help": "directory whose newest checkpoint to resume from; may be the same as --save",
+        "help": "directory of the checkpoints to resume from; the newest one is loaded; may be the same as "
+        "--save",
     },
     "--load-last-good": {
         "action": "store_true",

@@ -86,7 +86,7 @@ WORDS = (
         "`--bf16`",
     ),
     Word(
-        "--mixed-precision fp16", "mixed_precision", "fp16", "the same in fp16, with loss scaling", "`--fp16`"
+        "--mixed-precision fp16", "mixed_precision", "fp16", "autocast in fp16, with loss scaling", "`--fp16`"
     ),
     Word(
         "--zero-1-memory-optimization",
@@ -109,7 +109,7 @@ WORDS = (
         "`fully_shard`, gathered block by block",
         "Megatron's FSDP, `optim_grads_params`",
     ),
-    Word("--fsdp-memory-optimization", "sharding", "fsdp", "the same as zero-3", "torch's `fully_shard`"),
+    Word("--fsdp-memory-optimization", "sharding", "fsdp", "same as zero-3", "torch's `fully_shard`"),
     Word(
         "--cpu-offload",
         "cpu_offload",

@@ -21,6 +21,7 @@ from megatron_npu.patching.verdicts import Verdict, compare
 logger = logging.getLogger(__name__)
 
 CHECK_COMMAND = "megatron-npu check --megatron PATH"
+ACCEPT = "MEGATRON_NPU_DRIFT=warn"  # makes ``Context.drift`` ``warn``
 IN_FORCE = ("applied", "drifted")  # the states of a patch that is in place
 
 
@@ -49,8 +50,8 @@ class Context:
         upstream, version: the name and version of upstream.
         device: the name of the device.
         pins: the pins of upstream. If None, drift is not checked.
-        drift: ``error`` raises ``DriftError``; ``warn`` logs a warning, and applies the patches that still
-            fit.
+        drift: ``error`` raises ``DriftError``; ``warn`` logs a warning, and applies the patches all the
+            same, except those whose target is gone.
     """
 
     upstream: str
@@ -229,12 +230,14 @@ def _file(module: ModuleType) -> str:
 
 
 def _drift_message(verdicts: list[Verdict], context: Context) -> str:
-    lines = [f"{verdict.target} ({verdict.place}): {verdict.detail}" for verdict in verdicts]
-    return (
-        (
-            f"{context.upstream} {context.version} differs from the version that these patches were "
-            "written for:\n  "
-        )
-        + "\n  ".join(lines)
-        + f"\nFor details, run: {CHECK_COMMAND}"
+    title = (
+        f"{context.upstream} {context.version} differs from the version that these patches were written for:"
     )
+    lines = [f"{each.target} ({each.place}): {each.detail}; patched in {each.ours}" for each in verdicts]
+    if context.drift == "error":
+        advice = (
+            f"Use a supported version, or set {ACCEPT} to apply the patches all the same, at your own risk."
+        )
+    else:
+        advice = "They are applied all the same, except those whose function is gone."
+    return "\n  ".join([title, *lines]) + f"\n{advice} For details, run: {CHECK_COMMAND}"

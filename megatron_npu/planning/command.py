@@ -310,14 +310,14 @@ def _look_for_remedy(plan: Plan, ranks: Ranks) -> None:
 def _end_of(row: Row) -> str:
     if "asked_by" in row.found:
         return _last_words(row)
-    return f"stops before it has trained:\n{_last_words(row)}"
+    return f"stops before it trains:\n{_last_words(row)}"
 
 
 def _last_words(row: Row) -> str:
     if "asked_by" in row.found:
         size = re.search(r"Tried to allocate (\S+ \S+?)[. ]", str(row.failed))
         return (
-            f"needs more memory than any device has: {row.found['asked_by']} asked for "
+            f"needs more memory than any device has: {row.found['asked_by']} requested "
             f"{size[1] if size else 'more'}, but a device was assumed to have at most {ENOUGH}. Shard the "
             "model over more devices, or reduce it."
         )

@@ -12,7 +12,7 @@ from typing import IO
 
 from megatron_npu.process import python_child
 
-_MODULE = "megatron_npu.planning.rank.host"
+_MODULE = "megatron_npu.planning.rank.host_process"
 _ENDING = 10  # seconds
 
 

@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_npu.base import search_paths
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import user_cache
 
@@ -87,7 +88,7 @@ def load(recipe: Recipe) -> ctypes.CDLL:
 
 
 def _compiler(recipe: Recipe) -> Path:
-    found = shutil.which("g++")
+    found = shutil.which("g++", path=search_paths.environment().get("PATH", os.defpath))
     if found is None:
         raise UsageError(
             "there is no g++ on PATH; a compiler that supports C++17 is required",
@@ -173,7 +174,7 @@ def _compile(recipe: Recipe, command: list[str], target: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "LC_ALL": "C"},  # messages are searched for "error"
+        env={**search_paths.environment(), "LC_ALL": "C"},  # messages are searched for "error"
         start_new_session=True,  # so that what g++ itself starts can be ended with it
     )
     try:

@@ -73,7 +73,7 @@ def _open(folder: Path, remedy: str) -> Path:
     """
     folder = Path(os.path.realpath(folder))
     with user_cache.opened(folder, remedy) as descriptor:
-        if not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
+        if not os.access(".", os.W_OK, dir_fd=descriptor):
             error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             raise user_cache.unusable(folder, error, remedy) from error
     user_cache.require_own_path(folder, remedy)  # torch is given a path, not this descriptor

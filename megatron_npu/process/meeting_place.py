@@ -253,7 +253,7 @@ def _fault_of_answer(connection: socket.socket) -> str:
             question = bytes([query]) + header + struct.pack(f"={len(added)}q", *added)
             got = _answer(connection, question, 8, end)
             if got != struct.pack("=q", expected):
-                return f"{_FOREIGN}it answers {got!r} to a question of which the answer is {expected}"
+                return f"{_FOREIGN}it answers {got!r} to a request whose answer is {expected}"
     except TimeoutError:
         return f"{_FOREIGN}it accepts the connection, but does not answer"
     except OSError:

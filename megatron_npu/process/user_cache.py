@@ -101,8 +101,8 @@ def require_own_path(folder: Path, remedy: str) -> None:
         others = files.is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX
         if others or status.st_uid not in (os.geteuid(), _ROOT, _unmapped()):
             raise UsageError(
-                f"code is loaded from {folder}, but other users can replace this folder, because they can "
-                f"write to {parent}, which must be writable only by this user",
+                f"code is loaded from {folder}, but other users can replace this folder by writing to "
+                f"{parent}; only this user may have write access there",
                 remedy=remedy,
             )
 

@@ -109,7 +109,7 @@ def refused_name(error: BaseException) -> str:
     """Return the name that torch refused to construct, or the reason why torch could not read the file."""
     text = str(error).partition("\n")[0] or type(error).__name__
     named = _NAMED.search(str(error))
-    return f"the file names {named[1]}" if named else text
+    return f"the file refers to {named[1]}" if named else text
 
 
 def names_in_pickle(stream: IO[bytes]) -> set[str]:

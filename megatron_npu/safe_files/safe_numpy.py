@@ -53,7 +53,7 @@ def load(file: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:  # numpy parses the file's header as Python
         if named := _pickled(Path(file)):
             raise UsageError(
-                f"{file} contains a pickle that names {', '.join(sorted(named))}, but an index that "
+                f"{file} contains a pickle that refers to {', '.join(sorted(named))}, but an index that "
                 "Megatron writes contains only numbers",
                 remedy="Remove it: Megatron did not write this file.",
             ) from error

@@ -29,7 +29,7 @@ class _ArrayUnpickler(DataUnpickler):
         try:
             return _ALLOWED[f"{module}.{name}"]
         except KeyError:
-            raise pickle.UnpicklingError(f"the pickle names {module}.{name}") from None
+            raise pickle.UnpicklingError(f"the pickle refers to {module}.{name}") from None
 
     def check_change(self, made: Any) -> None:
         """Check that state is set only on the replacements of numpy objects.

@@ -88,7 +88,7 @@ class _MetadataUnpickler(DataUnpickler):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise refusal("the checkpoint's .metadata", f"the file names {module}.{name}")
+        raise refusal("the checkpoint's .metadata", f"the file refers to {module}.{name}")
 
     def check_change(self, made: Any) -> None:
         """Check that state is set only on objects that this file has created.

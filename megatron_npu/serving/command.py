@@ -17,15 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
+from megatron_npu.base.arg_parser import Parser, byte_size, positive
+from megatron_npu.base.errors import UsageError
 from megatron_npu.generation import trained_model
 from megatron_npu.generation.sampling import leader
 from megatron_npu.generation.sampling.leader import Leader
 from megatron_npu.generation.trained_model import TrainedModel
 from megatron_npu.serving.engine import Engine
-from megatron_npu.web.address import Address, listening, require_packages
+from megatron_npu.web.address import LOOPBACK, Address, address, listening, require_packages
 
-_port = Number("a port from 0 to 65535 (0: any free port)", int, 0, 65535)
 _GRACE = 5  # seconds for answers to be sent when the server stops
 _CONNECTIONS = 256  # that may be open; one more is told 503
 
@@ -36,14 +36,14 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     trained_model.add_flags(add)
     add(
-        "--host",
-        default="127.0.0.1",
-        help=(
-            "address to listen on; any address other than the loopback address opens the server to the "
-            "network"
-        ),
+        "--port",
+        type=address,
+        metavar="[HOST:]PORT",
+        default=Address(LOOPBACK, 8000),
+        help="address to listen on; port 0 selects any free port; any host other than the loopback address "
+        f"opens the server to the network (default: {LOOPBACK}:8000)",
     )
-    add("--port", type=_port, default=8000, help="port to listen on; 0 selects any free port")
+    add("--host", help=argparse.SUPPRESS)  # the host apart from the port, as other servers have it
     add(
         "--model-name",
         metavar="NAME",
@@ -72,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the checkpoint does not exist, the address cannot be used, or the web library is missing.
     """
     given = parser().parse_args(argv)
+    at = listening_at(given)
     require_packages("serve")
     patience = int(leader.PATIENCE.total_seconds()) // 60
     with trained_model.loaded(given, distributed_timeout_minutes=patience) as model:
@@ -80,16 +81,29 @@ def main(argv: Sequence[str]) -> int:
                 signal.signal(number, signal.SIG_IGN)
         with leader.leading(model.sampler) as first:
             if first is not None:
-                _serve(given, model, first)
+                _serve(given, at, model, first)
     return 0
 
 
-def _serve(given: argparse.Namespace, model: TrainedModel, first: Leader) -> None:
+def listening_at(given: argparse.Namespace) -> Address:
+    """Return the address to listen on.
+
+    Raises:
+        UsageError: ``--host`` and ``--port`` name different hosts.
+    """
+    at: Address = given.port
+    if given.host is None:
+        return at
+    if at.host not in (LOOPBACK, given.host):
+        raise UsageError(f"--host {given.host} and --port {at} name different hosts", remedy="Remove --host.")
+    return at._replace(host=given.host)
+
+
+def _serve(given: argparse.Namespace, at: Address, model: TrainedModel, first: Leader) -> None:
     """Serve until a signal arrives; this thread generates texts, and another thread handles HTTP."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
-    at = Address(given.host, given.port)
-    with listening(f"--host {at.host} --port {at.port}", at) as listener:
+    with listening(f"--port {at}", at) as listener:
         server = _server(engine, name, given, at)
         with _until_signal(engine):
             thread = threading.Thread(target=_answer, args=(server, listener, engine), name="http")
@@ -149,12 +163,12 @@ def _until_signal(engine: Engine) -> Any:
 
 def _announce(name: str, at: Address, listener: socket.socket) -> None:
     """Print the address of the server, and a warning if other machines can reach it."""
-    address, port = listener.getsockname()[:2]
-    shown = f"[{address}]" if ":" in address else address
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
     print(f"megatron-npu serve: {name} at http://{shown}:{port} (Ctrl-C stops it)", flush=True)
     if not at.is_loopback:
         print(
-            f"megatron-npu serve: warning: --host {at.host} opens the server to other machines without "
+            f"megatron-npu serve: warning: --port {at} opens the server to other machines without "
             "encryption or passwords: anyone who can reach it can use the model. Use a proxy that "
             "provides both.",
             file=sys.stderr,

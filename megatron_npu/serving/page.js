@@ -80,7 +80,7 @@ async function generate() {
     }
     if (event.usage) tokens = event.usage.completion_tokens;
   }
-  say(`${tokens} tokens; ${finish === "stop" ? "the text has ended" : "cut at its length"}.`);
+  say(`${tokens} tokens; ${finish === "stop" ? "end of text" : "token limit reached"}.`);
 }
 
 $("form").addEventListener("submit", async (event) => {
@@ -97,4 +97,4 @@ $("form").addEventListener("submit", async (event) => {
   }
 });
 $("stop").addEventListener("click", () => running && running.abort());
-nameModel().catch(() => say("Error: the server does not answer.", true));
+nameModel().catch(() => say("Error: the server does not respond.", true));

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_npu.base import settings
 from megatron_npu.base.arg_parser import Parser
+from megatron_npu.base.command_examples import EXAMPLES
 from megatron_npu.base.errors import UsageError
 from megatron_npu.sim import build, cache, site
 from megatron_npu.sim.settings import simulator_values
@@ -98,9 +99,16 @@ def _find(program: str) -> str:
     """
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(program, path=search)
-    if found is None:
+    if found is None and os.path.isfile(program):
         raise UsageError(
-            f"the command {program} was not found; it must be a program on PATH or a path to one. Check its "
-            "name."
+            f"the file {program} cannot be executed; the command must be a program",
+            remedy=f"Run megatron-npu sim -- python {program}, or megatron-npu sim -- megatron-npu run "
+            f"{program} for a script of Megatron.",
+        )
+    if found is None:
+        ours = f"megatron-npu {program}" in EXAMPLES
+        raise UsageError(
+            f"the command {program} was not found; it must be a program on PATH or a path to one",
+            remedy=f"Run megatron-npu sim -- megatron-npu {program}." if ours else "Check its name.",
         )
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import logging
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -49,8 +51,12 @@ class Upstream:
     root: Path
     shadowed: tuple[tuple[Path, str], ...] = ()
 
-    def require_supported(self) -> None:
+    def require_supported(self, program: Path | None = None) -> None:
         """Check that the version is supported, and that there is no second Megatron on the path.
+
+        Args:
+            program: the file of the running program; if it is in the second Megatron, the message says how to
+                put that one first.
 
         Raises:
             UsageError: the version is too old or too new (``MEGATRON_NPU_DRIFT=warn`` only warns about newer
@@ -58,7 +64,7 @@ class Upstream:
         """
         if self.name == "megatron_core":
             self._require_supported_version()
-            self._require_alone()
+            self._require_alone(program)
         # The trees of old are regular packages: nothing on the path can mix into them.
 
     def _require_supported_version(self) -> None:
@@ -73,34 +79,53 @@ class Upstream:
             raise UsageError(f"{given} is too old; {supported}", remedy=remedy)
         if release >= FIRST_TOO_NEW_CORE:
             if settings.DRIFT.get() != "warn":
-                also = f"or set {settings.DRIFT.name}=warn to apply only the patches that still match."
+                also = (
+                    f"or set {settings.DRIFT.name}=warn to apply the patches all the same, at your own risk."
+                )
                 raise UsageError(f"{given} is too new; {supported}", remedy=f"{remedy}; {also}")
             _logger.warning(
-                "%s is newer than the tested versions (%s). The patches that still match are "
-                "applied; the line before the first step lists the others",
+                "%s is newer than the tested versions (%s). The patches are applied all the same; "
+                "the line before the first step lists those whose function has changed",
                 given,
                 supported,
             )
 
-    def _require_alone(self) -> None:
+    def _require_alone(self, program: Path | None) -> None:
         wanted = settings.MEGATRON_PATH.get()
         if wanted and Path(wanted).resolve() == self.root:
             return  # the user has said which one is meant
         others = [(path, version) for path, version in self.shadowed if version != self.version]
         if others:
             listed = ", ".join(f"{version} in {path}" for path, version in others)
-            name = settings.MEGATRON_PATH.name
-            remedy = f"Remove one from the path, or set {name} to the first one to confirm it."
-            if wanted and any(Path(wanted).resolve() == path.resolve() for path, _ in others):
-                remedy = (
-                    f"{name} is {wanted}, which does not come first: put it first with "
-                    f"PYTHONPATH={wanted}, or start the script with `megatron-npu run`."
-                )
             raise UsageError(
                 f"two Megatrons are on the path: {self.version} in {self.root} (first) and {listed}; only "
                 "one is supported, because otherwise modules from both may be mixed",
-                remedy=remedy,
+                remedy=_choice(wanted, [path for path, _ in others], program),
             )
+
+
+def _choice(wanted: str, others: Sequence[Path], program: Path | None) -> str:
+    """Return what to do about two Megatrons on the path.
+
+    Args:
+        wanted: the value of ``MEGATRON_LM_PATH``.
+        others: the folders of all Megatrons but the first.
+        program: the file of the running program.
+    """
+    name, starter = settings.MEGATRON_PATH.name, "start the script with `megatron-npu run`"
+    rest = ":$PYTHONPATH" if os.environ.get("PYTHONPATH") else ""
+    if wanted and Path(wanted).resolve() in others:
+        return (
+            f"{name} is {wanted}, which does not come first: put it first with "
+            f"PYTHONPATH={Path(wanted).resolve()}{rest}, or {starter}."
+        )
+    own = next((path for path in others if program and program.resolve().is_relative_to(path)), None)
+    if program and own:
+        return (
+            f"{program.name} belongs to {own}, which does not come first: set both {name}={own} and "
+            f"PYTHONPATH={own}{rest}, or set {name}={own} and {starter}."
+        )
+    return f"Remove one from the path, or set {name} to the first one to confirm it."
 
 
 def _dotted(release: tuple[int, ...]) -> str:

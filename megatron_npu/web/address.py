@@ -1,5 +1,6 @@
 """Parse the address ``[HOST:]PORT`` on which a server listens.
 
+All commands write an address in this form: ``serve --port``, ``dashboard --port``, ``pretrain --dashboard``.
 This module imports only the standard library and no server package.
 """
 
@@ -28,7 +29,7 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
@@ -59,7 +60,7 @@ def listening(given: str, wanted: Address) -> socket.socket:
     """Return a socket that listens on the given address.
 
     Args:
-        given: the address as the user typed it, such as ``--at 127.0.0.1:80``.
+        given: the address as the user typed it, such as ``--port 127.0.0.1:80``.
         wanted: the parsed address.
 
     Raises:

@@ -166,7 +166,7 @@ def _server(folders: Folders, age: str) -> tuple[Worker, ServeClient]:
 
 def _page(folders: Folders, save: Path, age: str) -> tuple[Worker, DashboardClient]:
     port = ports.free_port()
-    child = folders.child(f"dashboard, {age}", "dashboard", str(save), "--at", str(port))
+    child = folders.child(f"dashboard, {age}", "dashboard", str(save), "--port", str(port))
     client = DashboardClient(port, 0.0)
     child.until("is at http:")
     return Worker(child, _answered([client.page, client.state], ANSWERS["dashboard"])), client

@@ -177,7 +177,7 @@ class Soak:
         """Start what answers, and wait until it does."""
         served, saved = str(self._served), str(self.save)
         self.living.append(Child("serve", self.place, "serve", "--load", served, "--port", str(port)))
-        self.living.append(Child("dashboard", self.place, "dashboard", saved, "--at", str(page)))
+        self.living.append(Child("dashboard", self.place, "dashboard", saved, "--port", str(page)))
         self.living[0].until("Ctrl-C stops it")
         self.living[1].until("dashboard of")
 

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import meeting_place, torchrun
+from megatron_npu.process import meeting_place, torchrun_waits
 from megatron_npu.watchdog import first_contact
 from tests.conftest import on_a_leash
 from tests.finetune import test_train_command
@@ -27,6 +29,8 @@ from tests.support import foreign_stores, ports, processes, tiny, train_runs, wa
 pytest.importorskip("megatron.core")
 
 WAIT = {settings.RENDEZVOUS_TIMEOUT.name: "1"}
+TOGETHER = 6  # commands that wait at the same time
+Done = subprocess.CompletedProcess[str]
 ELSEWHERE = (
     r"cannot reach MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(Connection refused; it is an address of "
     r"this machine itself, which is not the first one\): \d+ attempts? in \d s. The first machine "
@@ -46,34 +50,59 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("command", ["pretrain", "train"])
-def test_a_command_ends_early(command: str, case: str) -> None:
-    """It took ten minutes, of ``train`` fifteen, and torch's C++ messages were all that was said."""
-    number, address, line = WRONG[case]
+def ends_early(command: str, case: str) -> tuple[Done, str]:
+    """Start a command that waits in vain; return what it did, and the port."""
+    number, address, _ = WRONG[case]
     port = str(ports.free_port())
     place = {"MASTER_ADDR": address, "MASTER_PORT": port, **WAIT}
     if command == "train":
         script = ("--user-script", test_train_command.SLOW, "--train-iters", 2)
-        done = train_runs.train(*script, processes=1, NNODES="2", NODE_RANK=str(number), **place)
-    else:
-        flags = [*tiny.flags_for(Path())[:-2], "--mock-data"]
-        rank = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        words = [sys.executable, "-m", "megatron_npu", "pretrain", *flags]
-        env = {**tiny.environment(), **rank, **place}
-        done = warm.run(words, env=env, modules=warm.DRIVER, capture_output=True, text=True, check=False)
+        return train_runs.train(*script, processes=1, NNODES="2", NODE_RANK=str(number), **place), port
+    flags = [*tiny.flags_for(Path())[:-2], "--mock-data"]
+    rank = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    words = [sys.executable, "-m", "megatron_npu", "pretrain", *flags]
+    env = {**tiny.environment(), **rank, **place}
+    return warm.run(words, env=env, modules=warm.DRIVER, capture_output=True, text=True, check=False), port
+
+
+def torchrun_ends() -> tuple[Done, str]:
+    """Start torchrun, whose first machine is not there; return what it did, and the port."""
+    port = str(ports.free_port())
+    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr=127.0.0.1", "--master_port", port]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
+    words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
+    return processes.run(words, env={**tiny.environment(), **WAIT}, capture_output=True, text=True), port
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[str, ...], tuple[Done, str]]:
+    """What each command that waits did, and the port; they wait for seconds, so they do it together."""
+    starts: dict[tuple[str, ...], Callable[[], tuple[Done, str]]] = {("torchrun",): torchrun_ends}
+    for command in ("pretrain", "train"):
+        starts |= {(command, case): functools.partial(ends_early, command, case) for case in WRONG}
+    for command in ("pretrain", "doctor"):
+        starts |= {(command, kind): functools.partial(store_is_foreign, command, kind) for kind in FOREIGN}
+    for words in TORCHRUN_AT:
+        starts[("torchrun", *words)] = functools.partial(torchruns_store_is_foreign, *words)
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        started = {key: pool.submit(start) for key, start in starts.items()}
+        return {key: each.result() for key, each in started.items()}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("command", ["pretrain", "train"])
+def test_a_command_ends_early(ended, command: str, case: str) -> None:
+    """It took ten minutes, of ``train`` fifteen, and torch's C++ messages were all that was said."""
+    done, port = ended[command, case]
+    line = WRONG[case][2]
     assert done.returncode == 2, done.stderr
     assert re.search(f"error: .*{line.format(port=port)}", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_torchrun_is_ended_early() -> None:
+def test_torchrun_is_ended_early(ended) -> None:
     """In the process of torchrun, before there are ranks: torch's own limit is fifteen minutes."""
-    port = str(ports.free_port())
-    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr=127.0.0.1", "--master_port", port]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
-    words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
-    done = processes.run(words, env={**tiny.environment(), **WAIT}, capture_output=True, text=True)
+    done, port = ended[("torchrun",)]
     line = ELSEWHERE.format(port=port).replace("MASTER_ADDR:MASTER_PORT", "--master-addr:--master-port")
     assert done.returncode == 1
     assert re.search(rf"megatron_npu: error: torchrun on machine 1 \(.*\) {line}", done.stderr), done.stderr
@@ -98,18 +127,18 @@ LAUNCHES = {
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_torchruns_that_are_watched(case: str) -> None:
     command, expected = LAUNCHES[case]
-    words = torchrun._options(command)
-    place = torchrun._place(words) if words else None
+    words = torchrun_waits._options(command)
+    place = torchrun_waits._place(words) if words else None
     assert (place and (place.host, place.port, place.serves, place.elsewhere)) == expected
 
 
 def test_a_longer_wait_that_torchrun_was_told_is_kept() -> None:
     words = [*MASTER, "--rdzv-conf", "rank=1,timeout=1800"]
-    place = torchrun._place(words)
+    place = torchrun_waits._place(words)
     assert place is not None
     assert meeting_place._hint(place)[1] == place.patience == 1800
     assert meeting_place.patience_for_others(place.patience) == 1800
-    assert torchrun._place(MASTER).patience == 0  # type: ignore[union-attr]
+    assert torchrun_waits._place(MASTER).patience == 0  # type: ignore[union-attr]
 
 
 def test_a_rank_that_fails_before_rank_0_serves_its_store_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +172,7 @@ FOREIGN: dict[str, tuple[foreign_stores.Behaviour, str]] = {
     ),
     "knows-no-sums": (
         functools.partial(foreign_stores.answering, more=5),
-        r"it answers b'.*' to a question of which the answer is \d+",
+        r"it answers b'.*' to a request whose answer is \d+",
     ),
     "silent": (lambda connection: None, "it accepts the connection, but does not answer"),
     "closes": (socket.socket.close, "it closes the connection"),
@@ -158,19 +187,37 @@ FOREIGN: dict[str, tuple[foreign_stores.Behaviour, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-@pytest.mark.parametrize("command", ["pretrain", "doctor"])
-def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> None:
-    """torch's client waits without a limit for the answer of a program that accepts and says nothing."""
-    behave, line = FOREIGN[kind]
-    with foreign_stores.serving(behave) as port:
+TORCHRUN_AT = [("1", "silent"), ("2", "silent"), ("2", "pongs")]  # so many nodes, and what it finds there
+
+
+def store_is_foreign(command: str, kind: str) -> tuple[Done, str]:
+    """Start a rank whose store is another program; return what it did, and the port."""
+    with foreign_stores.serving(FOREIGN[kind][0]) as port:
         flags = [*tiny.flags_for(Path())[:-2], "--mock-data"] if command == "pretrain" else ["--cluster"]
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
         place = {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         words = [sys.executable, "-m", "megatron_npu", command, *flags]
         env = {**tiny.environment(), **place, **WAIT}
         options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 100}
-        done = warm.run(words, env=env, modules=warm.DRIVER, **options)
+        return warm.run(words, env=env, modules=warm.DRIVER, **options), str(port)
+
+
+def torchruns_store_is_foreign(nodes: str, kind: str) -> tuple[Done, str]:
+    """Start torchrun, whose store is another program; return what it did, and the port."""
+    with foreign_stores.serving(FOREIGN[kind][0]) as port:
+        place = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
+        words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
+        env = {**tiny.environment(), **WAIT}
+        return processes.run(words, env=env, capture_output=True, text=True, timeout=100), str(port)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("command", ["pretrain", "doctor"])
+def test_a_rank_whose_store_is_another_program_ends(ended, command: str, kind: str) -> None:
+    """torch's client waits without a limit for the answer of a program that accepts and says nothing."""
+    done, port = ended[command, kind]
+    line = FOREIGN[kind][1]
     assert done.returncode == 2, done.stderr
     told = rf"error: rank 1 \(.*\) cannot reach MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(.*: {line}\)"
     assert re.search(told, done.stderr), done.stderr
@@ -178,14 +225,9 @@ def test_a_rank_whose_store_is_another_program_ends(command: str, kind: str) -> 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("nodes", "kind"), [("1", "silent"), ("2", "silent"), ("2", "pongs")])
-def test_torchrun_is_ended_whose_store_is_another_program(nodes: str, kind: str) -> None:
-    with foreign_stores.serving(FOREIGN[kind][0]) as port:
-        place = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", "1"]
-        words = [*launcher, "-m", "megatron_npu", "pretrain", "--mock-data"]
-        env = {**tiny.environment(), **WAIT}
-        done = processes.run(words, env=env, capture_output=True, text=True, timeout=100)
+@pytest.mark.parametrize(("nodes", "kind"), TORCHRUN_AT)
+def test_torchrun_is_ended_whose_store_is_another_program(ended, nodes: str, kind: str) -> None:
+    done, port = ended["torchrun", nodes, kind]
     assert done.returncode == 1, done.stderr
     line = rf"megatron_npu: error: torchrun on .* cannot reach --rdzv-endpoint 127\.0\.0\.1:{port} \(.*"
     assert re.search(line + FOREIGN[kind][1], done.stderr), done.stderr

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu import devices
-from megatron_npu.devices import local_collectives, shared_memory
+from megatron_npu.devices import gloo_or_shared_memory, shared_memory_collectives
 from megatron_npu.devices.redirect import Redirection
 from tests.conftest import LONGEST
 
@@ -50,7 +50,7 @@ def rank_of_all(rank: int, folder: Path) -> None:
 
 def _wrong_sums(rank: int) -> Iterator[str]:
     """Yield what differs from gloo's: sizes around a part's, aliases, dtypes, in a random order."""
-    segment = shared_memory.Segment(dist.group.WORLD, SMALL_CHUNK)
+    segment = shared_memory_collectives.Segment(dist.group.WORLD, SMALL_CHUNK)
     same, own = random.Random(7), torch.Generator().manual_seed(rank)
     for number in range(150):
         kind, size, alias = same.randrange(3), same.randint(1, 1500), same.random() < 0.5
@@ -147,7 +147,7 @@ def _watched(call: Callable[[], bool]) -> tuple[bool, bool]:
 
 
 def _stage() -> int:
-    segment = local_collectives._segments.get(dist.group.WORLD)
+    segment = gloo_or_shared_memory._segments.get(dist.group.WORLD)
     return segment._stage if segment else 0
 
 
@@ -164,27 +164,27 @@ def _kept_after_destruction() -> list[int]:
     """Return how many segments there are with a second group, and after that is gone."""
     group = dist.new_group(list(range(RANKS)))
     dist.all_reduce(torch.ones(LARGE), group=group)
-    numbers = [len(local_collectives._segments)]
+    numbers = [len(gloo_or_shared_memory._segments)]
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return [*numbers, len(local_collectives._segments)]
+    return [*numbers, len(gloo_or_shared_memory._segments)]
 
 
 def _without_memory(rank: int) -> dict[str, Any]:
     """Return the sum, and what is told, where one rank cannot map it or the user wants none."""
     told: list[str] = []
-    local_collectives.logger.warning = lambda text, *values: told.append(text % values)  # type: ignore[method-assign]
-    original = shared_memory._open
+    gloo_or_shared_memory.logger.warning = lambda text, *values: told.append(text % values)  # type: ignore[method-assign]
+    original = shared_memory_collectives._open
     if rank == 1:
-        shared_memory._open = lambda *_: original(os.getpid(), 0, 0)  # a stranger's descriptor
+        shared_memory_collectives._open = lambda *_: original(os.getpid(), 0, 0)  # a stranger's descriptor
     sums = []
     for setting in "10":
         os.environ["MEGATRON_NPU_SHARED_MEMORY"] = setting
         tensor, group = torch.ones(LARGE), dist.new_group(list(range(RANKS)))
         dist.all_reduce(tensor, group=group)
         sums.append(float(tensor.mean()))
-    return {"sums": sums, "told": told, "made": local_collectives._segments[group] is not None}
+    return {"sums": sums, "told": told, "made": gloo_or_shared_memory._segments[group] is not None}
 
 
 def _when_a_peer_dies(rank: int, folder: Path) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support import processes, tiny
+from tests.support import tiny, warm
 
 pytest.importorskip("fsspec")
 WORKER = Path(__file__).parent / "slow_copy_worker.py"
@@ -20,20 +21,30 @@ def run(tmp_path: Path, what: str) -> str:
     for name in ("first", "second"):
         (folder / name).write_text("weights")
     words = [str(WORKER), str(folder), f"file://{tmp_path / 'storage'}", what]
-    done = processes.run([sys.executable, *tiny.torchrun(2), *words], capture_output=True, text=True)
+    command = [sys.executable, *tiny.torchrun(2), *words]
+    done = warm.run(command, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_a_slow_copy_is_waited_for(tmp_path: Path) -> None:
-    said = run(tmp_path, "slow")
-    assert "rank 0 goes on" in said
-    assert "rank 1 goes on" in said
-    assert (tmp_path / "storage" / "iter_0000004" / "_SUCCESS").exists()
-    assert "rank 0 is in wait_for_others" in said  # so the watchdog does not name rank 0, but rank 1
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+    """What the ranks printed, and their folder; both copies wait for seconds, so they do it together."""
+    folders = {what: tmp_path_factory.mktemp(what) for what in ("slow", "lost")}
+    with ThreadPoolExecutor() as pool:
+        printed = pool.map(run, folders.values(), folders)
+        return {what: (words, folders[what]) for what, words in zip(folders, printed, strict=True)}
 
 
-def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
-    said = run(tmp_path, "lost")
-    assert "rank 0 ends: 1 of 2 ranks have not finished, and have sent no sign of life for 4 s" in said
-    assert not (tmp_path / "storage" / "iter_0000004" / "_SUCCESS").exists()
+def test_a_slow_copy_is_waited_for(said: dict[str, tuple[str, Path]]) -> None:
+    words, folder = said["slow"]
+    assert "rank 0 goes on" in words
+    assert "rank 1 goes on" in words
+    assert (folder / "storage" / "iter_0000004" / "_SUCCESS").exists()
+    assert "rank 0 is in wait_for_others" in words  # so the watchdog does not name rank 0, but rank 1
+
+
+def test_a_lost_rank_is_not_waited_for(said: dict[str, tuple[str, Path]]) -> None:
+    words, folder = said["lost"]
+    assert "rank 0 ends: 1 of 2 ranks have not finished, and have sent no sign of life for 4 s" in words
+    assert not (folder / "storage" / "iter_0000004" / "_SUCCESS").exists()

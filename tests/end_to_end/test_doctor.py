@@ -147,7 +147,7 @@ def test_a_torchrun_of_another_python_is_told_first(inspected, megatron, monkeyp
     report = inspected("--megatron", str(megatron))
     assert report["launcher"] == {"torchrun": str(script), "python": str(other), "lacks": "megatron_npu"}
     assert report["advice"][0] == (
-        f"torchrun ({script}) starts {other}, which does not have this package. In place of `torchrun`, type "
+        f"torchrun ({script}) starts {other}, which does not have this package. Instead of `torchrun`, use "
         f"`{sys.executable} -m torch.distributed.run`."
     )
     assert len(report["advice"]) == 2

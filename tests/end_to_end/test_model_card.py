@@ -54,7 +54,7 @@ def test_the_card_says_what_it_is_and_how_it_was_trained(trained, tmp_path, monk
     card = (tmp_path / "hf" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")
     assert "# GPT2LMHeadModel from Megatron" in card
-    assert "Trained by Megatron for 60 iterations. The weights are fp32." in card
+    assert "Trained with Megatron for 60 iterations. The weights are fp32." in card
     assert "| `--hidden-size` | 32 |" in card
     assert "| `--lr` | 0.01 |" in card
     assert "- data: `letters`" in card

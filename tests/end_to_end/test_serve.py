@@ -370,8 +370,13 @@ def test_one_that_nobody_asks_for_long_is_no_hang(unasked, processes):
 def test_an_address_that_cannot_be_had(server, trained, refused, monkeypatch):
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     taken = refused("serve", "--load", trained, "--port", server.port)
-    assert f"--port {server.port}" in taken
+    assert f"--port 127.0.0.1:{server.port}" in taken
+    assert f"--port 127.0.0.1:{server.port}" in refused(
+        "serve", "--load", trained, "--port", f"127.0.0.1:{server.port}"
+    )
     assert "but got 70000" in refused("serve", "--load", trained, "--port", "70000")
+    apart = refused("serve", "--load", trained, "--port", "192.0.2.1:0", "--host", "192.0.2.2")
+    assert "--host 192.0.2.2 and --port 192.0.2.1:0 name different hosts" in apart
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (360, True)])

@@ -71,7 +71,7 @@ def in_values(saved: Path, mark: Path) -> None:
 def test_pretrain_runs_nothing(put, saved, tmp_path, flags, refused):
     put(saved, tmp_path / "mark")
     line = flags("--train-iters", 2, "--load", saved.parent, "--no-plot", "--eval-iters", 0)
-    assert " names posix.mkdir" in refused("pretrain", *line)
+    assert " refers to posix.mkdir" in refused("pretrain", *line)
     assert not (tmp_path / "mark").exists()
 
 
@@ -86,7 +86,7 @@ def test_what_reads_a_trained_model_runs_nothing(put, saved, tmp_path, refused, 
         ["generate", "--load", saved.parent, "--prompt", "1 2"],
         ["convert", "--from", "megatron", "--to", "hf", saved.parent, tmp_path / "hf"],
     ):
-        assert " names posix.mkdir" in refused(*line)
+        assert " refers to posix.mkdir" in refused(*line)
         assert not (tmp_path / "mark").exists()
 
 
@@ -149,7 +149,7 @@ def test_stock_scripts_run_nothing(version, put, saved, tmp_path, dataset):
         line.append("--finetune")
     done = stock_core.pretrain(tree, tmp_path, *line, data=dataset)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert " names posix.mkdir" in done.stderr.splitlines()[-1]
+    assert " refers to posix.mkdir" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "mark").exists()
 
 

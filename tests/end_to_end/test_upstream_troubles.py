@@ -12,6 +12,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
+from tests.conftest import ROOT
 from tests.support import processes, tiny, warm
 from tests.unit.test_upstream import make_core
 
@@ -73,6 +74,25 @@ def test_two_megatrons_in_a_program_that_imports_megatron_before_torch(tmp_path:
     command = [sys.executable, "-c", "import megatron.core, torch, megatron.core.tensor_parallel"]
     done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
     assert f"two Megatrons are on the path: 0.12.1 in {root} (first)" in refused(done)
+
+
+def test_a_tool_of_a_checkout_beside_another_megatron_runs_as_the_message_says(tmp_path: Path) -> None:
+    """The tool appends its tree to the path, so that an installed Megatron comes first."""
+    pytest.importorskip("megatron.core")
+    tree = make_core(tmp_path / "tree", "0.12.1")
+    (tree / "megatron" / "core" / "__init__.py").write_text("import torch\n")
+    tool = tree / "tools" / "preprocess_data.py"
+    tool.parent.mkdir()
+    appends = f"import sys, megatron_npu\nsys.path.append({str(tree)!r})\n"
+    tool.write_text(f"{appends}import megatron.core\nprint(megatron.core.__file__)\n")
+    environment = {name: text for name, text in os.environ.items() if name != "MEGATRON_LM_PATH"}
+    options = {"cwd": tree, "capture_output": True, "text": True, "check": False}
+    command = [sys.executable, "tools/preprocess_data.py"]
+    message = refused(processes.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, **options))
+    assert f"set both MEGATRON_LM_PATH={tree} and PYTHONPATH={tree}:$PYTHONPATH" in message
+    environment |= {"MEGATRON_LM_PATH": str(tree), "PYTHONPATH": f"{tree}:{ROOT}"}
+    done = processes.run(command, env=environment, **options)
+    assert done.stdout == f"{tree / 'megatron/core/__init__.py'}\n", done.stderr
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (pickled, " names posix.mkdir"),
+        (pickled, " refers to posix.mkdir"),
         (with_code, "contains custom code"),
         (adapted, "adapter_model"),
         (outside, "lists ../other.safetensors, which is not in the folder"),

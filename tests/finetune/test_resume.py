@@ -129,7 +129,7 @@ def hostile(folder: Path) -> None:
         (None, ("--seed", 1), "--seed is 1, but it was 1234 in "),
         (altered, (), "does not describe a training run"),
         (cut, (), "has 100 bytes instead of "),
-        (hostile, (), " names posix.mkdir"),
+        (hostile, (), " refers to posix.mkdir"),
     ],
 )
 def test_what_does_not_fit_is_refused(spoil, more, expected, alone, tmp_path, capsys) -> None:

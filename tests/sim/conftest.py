@@ -20,7 +20,7 @@ import pytest
 
 from megatron_npu.base import settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.sim import site
+from megatron_npu.sim import launcher, site
 from tests.conftest import LONGEST
 from tests.support import processes, warm
 
@@ -60,8 +60,12 @@ def run_simulated(
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
     own = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
     words, env = warm.simulated(command, own, modules, tree)
+    if words[0] == command[0]:
+        words = [sys.executable, "-m", "megatron_npu", "sim", "--", *words]
+    else:  # its parent was started by that command, which has nothing left to prepare
+        env = _prepared(env)
     return processes.run(
-        [sys.executable, "-m", "megatron_npu", "sim", "--", *words],
+        words,
         env=env,
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -70,6 +74,19 @@ def run_simulated(
         timeout=timeout,
         check=False,
     )
+
+
+def _prepared(environment: dict[str, str]) -> dict[str, str]:
+    """Return what ``megatron-npu sim`` makes of an environment, without a process for it."""
+    before, search = dict(os.environ), [*sys.path]
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        return launcher.prepare()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.path[:] = search
 
 
 def _python_path() -> str:

@@ -44,7 +44,10 @@ _PATHS = (
     ("megatron_npu", ":(exclude)megatron_npu/planning"),
     (
         "megatron_npu/planning/rank",
-        *(f":(exclude)megatron_npu/planning/rank/{name}.py" for name in ("before_training", "cuda", "host")),
+        *(
+            f":(exclude)megatron_npu/planning/rank/{name}.py"
+            for name in ("before_training", "cuda", "host_process")
+        ),
     ),
     ("megatron_npu/planning/job.py", "tests/sim/dry_layouts.py"),
 )

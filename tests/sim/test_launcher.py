@@ -59,6 +59,16 @@ class TestRefusals:
     def test_an_unknown_command(self):
         assert_refused(launch("--", "no-such-program"), "no-such-program", "PATH")
 
+    def test_a_command_of_ours_without_its_program(self):
+        told = "Run megatron-npu sim -- megatron-npu doctor."
+        assert_refused(launch("--devices", "2", "doctor"), "the command doctor was not found", told)
+
+    def test_a_script_without_its_interpreter(self, tmp_path):
+        script = tmp_path / "pretrain_gpt.py"
+        script.write_text("")
+        ways = (f"sim -- python {script},", f"sim -- megatron-npu run {script} for a script of Megatron.")
+        assert_refused(launch("--", str(script)), f"the file {script} cannot be executed", *ways)
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [

@@ -192,6 +192,7 @@ def test_a_misspelt_flag_is_told_before_what_a_command_requires(words, capsys):
     [
         (["preproces"], "unknown command 'preproces'. Did you mean preprocess?"),
         (["hlep"], "unknown command 'hlep'. Did you mean help?"),
+        (["version"], "unknown command 'version'. Did you mean --version?"),
         (["zzz"], "unknown command 'zzz'. The commands are run, pretrain, "),
         (["help", "lamdba"], "unknown command 'lamdba'. Did you mean lambada?"),
     ],
@@ -235,7 +236,7 @@ def test_help_of_a_command_is_its_own(capsys):
         (
             "pretrain",
             "--use-fused-rmsnorm",
-            "Use no flag for this, because fused operations are always on.",
+            "Remove this flag, because fused operations are always on.",
         ),
         ("pretrain", "--npu-deterministic", "Use --deterministic-mode."),
         ("train", "--use-fused-rmsnorm", "Use --fused-ops, which replaces all operations"),
@@ -256,6 +257,15 @@ def test_the_answers_are_those_of_the_page_for_users_of_mindspeed():
         assert [name for name in names or ["remove"] if name not in row] == [], flag
 
 
+def test_a_flag_for_the_device_gets_the_variable(capsys):
+    assert cli.main(["generate", "--load", "gpt", "--device", "npu"]) == 2
+    told = (
+        "unknown flag --device. Use the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE"
+    )
+    assert told in capsys.readouterr().err
+    assert instead_of("--device", ["--help"]) is None
+
+
 def test_a_stock_script_s_parser_answers_with_ours(capsys):
     stock = argparse.ArgumentParser("pretrain_gpt.py")
     parser = add_attention_flags(lambda parser: parser, stock)
@@ -264,7 +274,7 @@ def test_a_stock_script_s_parser_answers_with_ours(capsys):
     end = capsys.readouterr().err.partition("unrecognized arguments: ")[2].splitlines()
     assert end == [
         "--use-fused-rmsnorm --bogus --sliding-window=8",
-        "megatron_npu: --use-fused-rmsnorm: use no flag for this, because fused operations are always on.",
+        "megatron_npu: --use-fused-rmsnorm: remove this flag, because fused operations are always on.",
         "megatron_npu: --sliding-window: use --pre-tockens N, where N is one less than Transformers' "
         "sliding_window.",
     ]

@@ -10,7 +10,9 @@ import pytest
 
 from megatron_npu import plugin
 from megatron_npu.base.errors import UsageError
+from megatron_npu.process import spawn_without_gpus
 from tests.conftest import ROOT
+from tests.sim.conftest import simulated  # noqa: F401  a fixture
 from tests.support import processes
 
 CODE = """
@@ -94,8 +96,41 @@ def test_a_plain_program_that_starts_no_process_is_told_why(installed, tmp_path)
     if done.stdout.split()[0] != "0":
         pytest.skip("the case: a machine without a GPU")
     assert done.returncode == 0
-    assert "MEGATRON_NPU_REDIRECT=1" in done.stderr
-    assert "starts no process" in done.stderr
+    assert "starts no process. If nprocs is torch.cuda.device_count(), the reason is that" in done.stderr
+    told = "no CUDA device. To map torch.cuda to this machine's CPU, set MEGATRON_NPU_REDIRECT=1"
+    assert told in done.stderr
+
+
+ASKS_CUDA_FIRST = """
+import torch
+import torch.multiprocessing as mp
+
+if __name__ == "__main__":
+    kind = "cuda" if torch.cuda.is_available() else "npu" if torch.npu.is_available() else "cpu"
+    print(kind, torch.cuda.device_count(), torch.ones(1, device=kind).device)
+    mp.spawn(print, nprocs=torch.cuda.device_count())
+"""
+
+
+def test_a_plain_program_is_not_redirected_by_itself_and_is_told_of_the_npus(
+    installed,
+    tmp_path,
+    simulated,  # noqa: F811
+):
+    """CUDA is asked for first by programs that know NPUs, too; they must find none."""
+    (tmp_path / "plain.py").write_text(ASKS_CUDA_FIRST)
+    variables = {"PYTHONPATH": installed, "MEGATRON_NPU_SIM_DEVICES": "2"}
+    # env: no parent that has imported torch
+    done = simulated("env", sys.executable, "plain.py", cwd=tmp_path, **variables)
+    assert done.returncode == 0, done.stdout
+    assert "npu 0 npu:0" in done.stdout
+    told = "no CUDA device, but 2 NPUs. To map torch.cuda to the NPUs, set MEGATRON_NPU_REDIRECT=1"
+    assert told in done.stdout
+
+
+def test_a_machine_with_gpus_is_not_said_to_have_none():
+    said = spawn_without_gpus.explanation(2, lambda: pytest.fail("NPUs are counted for nothing"))
+    assert said.endswith("starts no process. This machine has 2 CUDA devices.")
 
 
 @pytest.mark.parametrize(("name", "value"), [("REDIRECT", "yes"), ("DEVICE", "npu")])

@@ -19,7 +19,7 @@ KEPT = {
     "process/collector.py:_resting": "the garbage collector is the process's",
     "devices/loader_workers.py:_noted": "written by a handler of SIGCHLD, which is the process's",
     "devices/loader_workers.py:_taking": "read by that handler",
-    "devices/local_collectives.py:_waited_for": "torch's own state of coalescing is the process's, too",
+    "devices/gloo_or_shared_memory.py:_waited_for": "torch's own state of coalescing is the process's, too",
     "checkpoint_files/disks.py:_run": "Megatron's own functions save and load, and are given no run",
     "checkpoint_files/folder_lock.py:_held": "descriptors of the process, which a forked child closes",
     "finetune/rapidformer/state.py:_process": "the run that a script asks for, from any of its threads",

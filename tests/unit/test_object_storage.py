@@ -157,3 +157,22 @@ def test_an_empty_storage_changes_nothing(address, tmp_path) -> None:
 def test_an_address_that_cannot_be_opened_is_refused(given, told) -> None:
     with pytest.raises(UsageError, match=told):
         object_storage.opened(given)
+
+
+@pytest.mark.parametrize("names", [("..", "..", "outside"), ("", "{elsewhere}")])
+def test_an_object_whose_path_leads_out_of_its_checkpoint_is_not_fetched(address, tmp_path, names) -> None:
+    object_storage.upload(saved(tmp_path / "old", 4))
+    storage, elsewhere = object_storage.opened(address), tmp_path / "elsewhere"
+    storage.write("evil", "iter_0000004", *(name.format(elsewhere=elsewhere) for name in names))
+    disk = tmp_path / "a" / "disk"
+    with pytest.raises(UsageError, match=r"leads out of the checkpoint's folder.*--ckpt-step"):
+        object_storage.fetch(address, str(disk))
+    assert not (tmp_path / "a" / "outside").exists()
+    assert not elsewhere.exists()
+    assert not list(disk.glob("*iter_*"))
+
+
+def test_a_client_that_cannot_connect_is_told() -> None:
+    """That of FTP connects as soon as the storage is opened."""
+    with pytest.raises(UsageError, match=r"ftp://127\.0\.0\.1:9/run cannot be read \(ConnectionRefusedError"):
+        object_storage.opened("ftp://127.0.0.1:9/run")

@@ -141,7 +141,7 @@ def test_memory_that_is_used_up_is_one_line(error, monkeypatch, capsys) -> None:
     monkeypatch.setattr(cli, "_run", run)
     assert cli.main(["lambada"]) == 1
     told = capsys.readouterr().err
-    assert told.startswith("megatron-npu lambada: error: the memory of this process is used up (")
+    assert told.startswith("megatron-npu lambada: error: this process ran out of memory (")
     assert told.count("\n") == 1
     with pytest.raises(type(error)):
         cli.main(["run"])

@@ -111,9 +111,18 @@ def test_several_names_and_none(patches: list[Patch]) -> None:
 def test_an_unknown_name_is_told_close_ones(name: str, close: str, patches: list[Patch]) -> None:
     with pytest.raises(UsageError) as refused:
         called([name], patches)
-    assert str(refused.value).startswith(f"there is no patch named {name}; use ")
+    assert str(refused.value).startswith(f"there is no patch named {name}; ")
     assert close in str(refused.value)
-    assert "megatron-npu ledger --static" in str(refused.value)
+    assert "megatron-npu patches list --static" in str(refused.value)
+
+
+def test_a_function_that_is_not_patched_is_said_to_be_upstreams_own(patches: list[Patch]) -> None:
+    """Where the name is right, no other name may be asked for: Megatron-DeepSpeed's embedding is its own."""
+    others = [patch for patch in patches if "VocabParallelEmbedding" not in patch.target]
+    with pytest.raises(UsageError) as refused:
+        called(["VocabParallelEmbedding"], others)
+    assert "if this Megatron defines it, upstream's own code runs" in str(refused.value)
+    assert "; use " not in str(refused.value)
 
 
 def test_a_file_of_the_guide_for_another_megatron_says_so(patches: list[Patch]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.planning.hosts import Hosts
-from megatron_npu.planning.rank import host
+from megatron_npu.planning.rank import host_process
 from megatron_npu.process import python_child
 
 START = ("pretrain",)
@@ -75,4 +75,4 @@ import behind
 )
 def test_modules_behind_a_statement_that_reaches_out_wait_for_it(statement: str, behind: list[str]) -> None:
     first = ["os", "json", "functools", "gpt_builders"]
-    assert host.modules_of(SCRIPT % statement) == [*first, *behind]
+    assert host_process.modules_of(SCRIPT % statement) == [*first, *behind]

@@ -100,7 +100,23 @@ def test_a_script_whose_own_megatron_is_hidden_is_refused(tree: Path, tmp_path: 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert f"pretrain_gpt.py belongs to megatron_core 0.16.1 ({tree})" in done.stderr
-    assert f"Remove {old.parent} from PYTHONPATH" in done.stderr
+    assert f"Remove {old.parent} from the Python path." in done.stderr
+    environment["MEGATRON_LM_PATH"] = str(tree)  # does not help against a regular package
+    done = processes.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"MEGATRON_LM_PATH names megatron_core 0.16.1 ({tree})" in done.stderr
+    assert f"Remove {old.parent} from the Python path, or unset MEGATRON_LM_PATH." in done.stderr
+
+
+def test_a_script_of_another_megatron_than_the_named_one_is_refused(tree: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    core = other / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 2\n")
+    done = _run_without_megatron(script_in(tree, "pretrain_gpt.py"), MEGATRON_LM_PATH=str(other))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"finds megatron_core 0.16.1 ({tree}) first. Unset MEGATRON_LM_PATH" in done.stderr
 
 
 def test_the_converter_of_checkpoints_is_refused_with_the_way_round_it(tree: Path) -> None:
@@ -182,6 +198,18 @@ def test_flags_behind_the_script_are_the_script_s(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "['--redirect', '--help', '--', '-h']\n", done.stderr
+
+
+def test_a_script_is_found_one_folder_below(tmp_path: Path, monkeypatch, capsys) -> None:
+    """As with the command ``run pretrain_gpt.py`` beside a clone instead of in it."""
+    for name in ("pretrain_bert.py", "Megatron-LM/pretrain_gpt.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "pretrain_gpt.py"]) == 2
+    assert "does not exist, or is not a file. Did you mean Megatron-LM/pretrain_gpt.py?" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

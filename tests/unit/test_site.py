@@ -64,9 +64,13 @@ def test_a_link_to_code_becomes_text(site, tmp_path):
 def test_code_with_a_bar_in_a_table_and_chinese_line_ends_look_as_on_github(site, tmp_path):
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text("| [`--a X\\|<Y>`](#a) |\n\n第一行，\n第二行\nABC\n", encoding="utf-8")
+    page.write_text(
+        "## `--b`\n| [`--a X\\|<Y>`](#a) | `--b <N>` `b` |\n\n第一行，\n第二行\nABC\n", encoding="utf-8"
+    )
     text, _ = site.staged(page, tmp_path)
-    assert text == "| [<code>--a X&#124;&lt;Y&gt;</code>](#a) |\n\n第一行，第二行\nABC\n"
+    bar = "<code>--a X&#124;<wbr>&lt;Y&gt;</code>"
+    flag = '<code class="flag">--b &lt;N&gt;</code>'
+    assert text == f"## `--b`\n| [{bar}](#a) | {flag} `b` |\n\n第一行，第二行\nABC\n"
 
 
 def test_the_navigation_has_every_page_once_and_no_record(pages):

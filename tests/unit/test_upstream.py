@@ -137,6 +137,25 @@ def test_two_megatrons(tmp_path, path, monkeypatch, namespace):
     found.require_supported()
 
 
+@pytest.mark.parametrize(("before", "rest"), [("", ","), ("/x", ":$PYTHONPATH,")])
+def test_a_program_of_the_second_megatron_is_told_how_to_put_it_first(
+    tmp_path, path, monkeypatch, before, rest
+):
+    """tools/preprocess_data.py of a checkout appends its tree to the path, after an installed wheel."""
+    wheel, tree = make_core(tmp_path / "wheel", "0.16.1"), make_core(tmp_path / "tree", "0.20.0")
+    tool = tree / "tools" / "preprocess_data.py"
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", before)
+    path(wheel, tree)
+    with pytest.raises(UsageError) as caught:
+        megatrons.find().require_supported(tool)
+    assert f"preprocess_data.py belongs to {tree}, which does not come first" in str(caught.value)
+    assert f"set both MEGATRON_LM_PATH={tree} and PYTHONPATH={tree}{rest}" in str(caught.value)
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tree))
+    path(tree, wheel, tree)
+    megatrons.find().require_supported(tool)
+
+
 def test_a_checkout_beside_a_wheel_of_the_same_version(tmp_path, path):
     first, second = make_core(tmp_path / "checkout", "0.16.1"), make_core(tmp_path / "wheel", "0.16.1")
     path(first, second)

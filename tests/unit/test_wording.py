@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def hand_written() -> list[Path]:
     return [*beside, *pages]
 
 
+@functools.cache
 def patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return what is not to be written, and what to write instead."""
     lines = WORDS.read_text(encoding="utf-8").splitlines()

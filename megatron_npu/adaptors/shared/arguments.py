@@ -50,7 +50,7 @@ def _hint(flag: str, known: Collection[str]) -> str:
     """Return a hint for an unknown flag, or an empty string if no known flag is similar."""
     instead = instead_of(flag, known)
     if instead:
-        return f"\nmegatron_npu: {flag}: use {instead}."
+        return f"\nmegatron_npu: {flag}: {instead}."
     near = nearest(flag, known)
     return f"\nmegatron_npu: {flag}: did you mean {either(near)}?" if near else ""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_npu.base.arg_parser import Parser, positive, whole
-from megatron_npu.base.errors import UsageError
+from megatron_npu.base.errors import UsageError, printable
 from megatron_npu.data.preprocessing import dataset_sums, indexed_dataset, tokenizer_files
 from megatron_npu.data.tokenization import flags
 from megatron_npu.safe_files import lazy_index
@@ -148,7 +148,7 @@ def _inspect(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(found))
             continue
-        print(f"{found.pop('dataset')}:")
+        print(f"{printable(found.pop('dataset'))}:")
         for name, value in found.items():
             told = (
                 ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, dict) else value
@@ -172,7 +172,7 @@ def _count(options: argparse.Namespace) -> int:
 
 def _tell_counts(what: str, counts: dict[str, int], *, as_json: bool) -> None:
     told = ", ".join(f"{value} {name}" for name, value in counts.items())
-    print(json.dumps({"dataset": what, **counts}) if as_json else f"{what}: {told}")
+    print(json.dumps({"dataset": what, **counts}) if as_json else f"{printable(what)}: {told}")
 
 
 def _decode(options: argparse.Namespace) -> int:
@@ -220,7 +220,7 @@ def _merge(options: argparse.Namespace) -> int:
         writer.finish()
         indexed_dataset.publish([writer])
     documents = sum(part.summary.documents for part in parts)
-    print(f"{options.output_prefix}.bin and .idx: {documents} documents, {writer.tokens} tokens")
+    print(f"{printable(options.output_prefix)}.bin and .idx: {documents} documents, {writer.tokens} tokens")
     return 0
 
 
@@ -267,7 +267,7 @@ def verify(prefixes: Sequence[str]) -> int:
         except UsageError as error:
             known, told = False, str(error)
         code |= not known
-        print(f"{prefix}: {told}", flush=True)
+        print(printable(f"{prefix}: {told}"), flush=True)
     return int(code)
 
 

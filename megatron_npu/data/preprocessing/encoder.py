@@ -221,15 +221,25 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
+_OPENED = "Let all users write to it (mode 1777)"
+_OF_SHARED_MEMORY = {
+    errno.ENOSPC: "Enlarge it (docker run --shm-size), remove files from it",
+    errno.EACCES: _OPENED,
+    errno.EROFS: _OPENED,
+    errno.ENOENT: "Mount it",
+    errno.ENOSYS: "Mount it",
+}
+
+
 def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
     try:
         return ProcessPoolExecutor(workers, _context(), _start_worker, (recipe,))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _OF_SHARED_MEMORY:
             raise
         raise UsageError(
-            "/dev/shm, which holds the locks of the worker processes, is full. Enlarge it (docker run "
-            "--shm-size), remove files from it, or pass --workers 1; nothing was written."
+            f"/dev/shm, which holds the locks of the worker processes, cannot be used ({error.strerror}). "
+            f"{_OF_SHARED_MEMORY[error.errno]}, or pass --workers 1; nothing was written."
         ) from error
 
 

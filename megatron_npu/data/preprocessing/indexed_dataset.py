@@ -19,6 +19,7 @@ The format is that of ``megatron/core/datasets/indexed_dataset.py``, unchanged f
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -214,8 +215,8 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
         if not path.is_file():
             raise UsageError(
                 f"{path} does not exist, but a dataset consists of a .bin and an .idx file in the same "
-                "folder. Pass the path without its extension, or create the dataset with `megatron-npu "
-                "preprocess`."
+                "folder",
+                remedy=_advice(Path(prefix)),
             )
     with lazy_index.mapped(index) as opened:
         dtype, sequences, boundaries = _read_header(Path(opened))
@@ -228,6 +229,19 @@ def validate(prefix: str | Path, vocab_size: int | None = None) -> DatasetSummar
     dataset_sums.require(prefix)
     largest, sampled = _check_tokens(data, dtype, vocab_size)
     return DatasetSummary(dtype, sequences, boundaries - 1, tokens, largest, sampled)
+
+
+def _advice(prefix: Path) -> str:
+    """Return the advice for a dataset without files, which names the dataset that was meant, if there is one.
+
+    This is the one whose file was passed, or one that ``preprocess --output-prefix`` named after the prefix.
+    """
+    stem = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+    named = sorted(stem.parent.glob(f"{glob.escape(stem.name)}_*.idx"))
+    for index in (Path(f"{stem}.idx"), *named):
+        if index.is_file() and index != Path(f"{prefix}.idx"):
+            return f"Did you mean {index.with_suffix('')}?"
+    return "Pass the path without its extension, or create the dataset with `megatron-npu preprocess`."
 
 
 def sequence_lengths(prefix: str | Path) -> np.ndarray:

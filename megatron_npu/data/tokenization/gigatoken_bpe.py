@@ -38,7 +38,8 @@ def said() -> str:
     """Return a log line that names the encoder and, if it is not gigatoken, the reason."""
     if is_used():
         return f"tokenizing for GPT-2 with gigatoken {version()}"
-    there = f"{version()} is installed" if version() else "it is not installed"
+    absent = "it is not installed (pip install 'megatron_npu[fast]')"
+    there = f"{version()} is installed" if version() else absent
     return f"tokenizing for GPT-2 without gigatoken ({TRIED}), which is several times as fast: {there}"
 
 

@@ -74,20 +74,20 @@ SEE_CUDA_TENSORS = Callers(
     "__mp_main__",  # the main module in a process that it has spawned
     why="Tensor.is_cuda, Tensor.type(): Megatron and scripts ask whether a tensor is on the device. Without "
     "it, expert-parallel all-to-all takes its split sizes from a tensor on the device "
-    "(maybe_move_tensor_to_cpu of moe_utils). All others, torch first of all, mean CUDA when they ask.",
+    "(maybe_move_tensor_to_cpu of moe_utils). All others, above all torch itself, mean CUDA.",
 )
 SEE_HOST_TENSORS = Callers(
     "megatron.core.optimizer.optimizer",
     "megatron.core.inference.sampling.torch_sampling",
-    why="Tensor.is_cuda again, on the cpu device only: offload_to_cpu (since 0.16) moves what is on the "
-    "device to the host, and the log-probabilities of what was sampled (0.19) demand a map that is on the "
-    "host. Everything is.",
+    why="Tensor.is_cuda again, on the cpu device only: offload_to_cpu (since 0.16) moves tensors "
+    "from the device to the host, and the log-probabilities of sampled tokens (0.19) require a mapping that "
+    "is on the host. On this device, all tensors are on the host.",
 )
 MEAN_THE_HOST_GENERATOR = Callers(
     "megatron",
     why="torch.get_rng_state, set_rng_state, on the cpu device only: Megatron's checkpoints and RNG tracker "
-    "mean the host's generator, next to torch.cuda's. Scripts and other packages mean the generator that "
-    "torch.rand draws from.",
+    "mean the host's generator, as opposed to torch.cuda's. Scripts and other packages mean the generator "
+    "that torch.rand draws from.",
 )
 MEAN_THE_DEVICE_GENERATOR = Callers(
     "deepspeed.accelerator",

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.nn import functional as distributed_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_npu.devices import gloo, hccl, local_collectives, version_counters
+from megatron_npu.devices import gloo, gloo_or_shared_memory, hccl, version_counters
 from megatron_npu.devices.base import Device, Replacement
 from megatron_npu.devices.device_names import target_on
 
 _FLAT = {
-    "all_gather_into_tensor": local_collectives.all_gather,
-    "reduce_scatter_tensor": local_collectives.reduce_scatter,
+    "all_gather_into_tensor": gloo_or_shared_memory.all_gather,
+    "reduce_scatter_tensor": gloo_or_shared_memory.reduce_scatter,
 }
 _GAPS = {"broadcast": gloo.refuse_gaps, "scatter": gloo.scatter_whole_memory}
 
@@ -38,9 +38,9 @@ def replacements(device: Device) -> Iterator[Replacement]:
         for name, through_memory in _FLAT.items():
             yield from _in_both_modules(name, through_memory(gloo.ignore_shape(getattr(dist, name))))
         yield from _in_both_modules(
-            "all_reduce", gloo.refuse_gaps(local_collectives.all_reduce(dist.all_reduce))
+            "all_reduce", gloo.refuse_gaps(gloo_or_shared_memory.all_reduce(dist.all_reduce))
         )
-        manager = local_collectives.coalescing_manager(dist.distributed_c10d._coalescing_manager)
+        manager = gloo_or_shared_memory.coalescing_manager(dist.distributed_c10d._coalescing_manager)
         yield from _in_both_modules("_coalescing_manager", manager)
         yield from _in_both_modules("all_gather", gloo.gather_unequal(dist.all_gather))
         yield from _in_both_modules("isend", gloo.hold_sent_memory(dist.isend))
@@ -69,7 +69,8 @@ def _init_process_group(device: Device) -> Callable[..., Any]:
         gloo.wait_at_exit()
         gloo.copy_with_one_thread()
         # torch without a name would take every backend it was built with
-        return original(**{**options, "backend": options.get("backend") or device.backend})
+        with gloo.naming_interfaces():
+            return original(**{**options, "backend": options.get("backend") or device.backend})
 
     return init_process_group
 

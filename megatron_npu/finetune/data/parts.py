@@ -66,7 +66,7 @@ class Parts(dict[str, Any]):
         return found
 
     def place(self, part: str, row: int) -> str:
-        """Describe the position of a row, for example ``row 7 below the head of reviews.csv (part 'train')``.
+        """Describe the position of a row, such as ``row 7 below the header of reviews.csv (split 'train')``.
 
         Args:
             part: the split that contains the row.

@@ -1,1 +1,1 @@
-"""Implement the Python interface of PAI-Rapidformer (document 001): the engine, templates and scripts."""
+"""Implement the Python interface of PAI-Rapidformer's documentation: the engine, templates and scripts."""

@@ -300,12 +300,13 @@ def join(rank: int, world_size: int, timeout_minutes: float) -> None:
     timeout = timedelta(minutes=timeout_minutes)
     watchdog.require_open_files(world_size)
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        with gloo.naming_interfaces():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         watchdog.begin()
         return
     watchdog.require_fresh_store()
     try:
-        with watchdog.meeting():
+        with watchdog.meeting(), gloo.naming_interfaces():
             dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:  # another rank is gone already, and tells why
         raise UsageError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from megatron_npu.base.errors import printable
 from megatron_npu.finetune.model.prepare import Prepared
 
 _RATES = "applies from the next update on, at the run's position in the schedule"
@@ -75,7 +76,7 @@ def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Pr
         prepared: the prepared model, whose optimizer and schedule determine the effects of the flags.
     """
     lines = [
-        f"  {row.flag} {getattr(args, row.name)} (the checkpoint: {saved[row.name]}): {effect}"
+        printable(f"  {row.flag} {getattr(args, row.name)} (the checkpoint: {saved[row.name]}): {effect}")
         for row, effect in _effects(prepared)
         if row.name in saved
         and hasattr(args, row.name)

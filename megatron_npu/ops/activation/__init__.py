@@ -28,6 +28,9 @@ def gelu(input: Tensor) -> Tensor:
 
     Args:
         input: ``[...]``, fp32, bf16 or fp16.
+
+    Returns:
+        ``[...]`` in the dtype of ``input``.
     """
     return reference.gelu(input)
 
@@ -38,6 +41,9 @@ def bias_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         input: ``[..., h]``, fp32, bf16 or fp16.
         bias: ``[h]``, or None.
+
+    Returns:
+        ``[..., h]`` in the dtype of ``input``.
 
     Upstream trains with the tanh form; the exact (erf) form would change the model without any error.
     """
@@ -52,7 +58,7 @@ def swiglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: ``[2h]``, or None.
 
     Returns:
-        ``[..., h]``.
+        ``[..., h]`` in the dtype of ``input``.
     """
     return reference.swiglu(input, bias)
 
@@ -72,7 +78,7 @@ def swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def geglu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]``.
+    """Return ``gelu(a) * b`` (tanh form) for ``input + bias = [a, b]`` (Shazeer 2020).
 
     The shapes are those of ``swiglu``.
     """

@@ -213,7 +213,7 @@ class FusedAdam(FusedOptimizer):
         )
         if row.scales or not row.weight.numel() or not adam_update.takes(tensors):
             return None
-        if grad is row.grad:  # what is shared out has other parts in each step
+        if grad is row.grad:  # a sharded gradient has other parts in each step
             self._known[parameter] = adam_update.Known(
                 self.state[parameter], copy, tensors._replace(grad=row.main)
             )

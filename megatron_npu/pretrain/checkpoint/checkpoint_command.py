@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import errors, files
 from megatron_npu.base.arg_parser import Parser, positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, disks, gather, removal
@@ -60,7 +60,7 @@ def _parser() -> Parser:
     parser = Parser(
         "megatron-npu checkpoint",
         __doc__,
-        epilog="exit code: 0; 1: a file is damaged or missing; 2: bad usage",
+        epilog="exit code: 0: success; 1: a file is damaged or missing; 2: bad usage",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
@@ -120,7 +120,7 @@ def _list(root: str) -> int:
         faults += bool(found)
         state = "damaged" if found else _state(path, "no checksums")
         mark = "  <- latest" if path == latest else ""
-        print(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
+        _say(f"{path.name}  {_size(path):>15,} bytes  {state}{mark}")
     for path in checkpoint_files.unfinished(root):
         print(f"{path.name}  {_size(path):>15,} bytes  unfinished")
     if latest is None:
@@ -150,8 +150,15 @@ def _inspect(root: str, step: int | None, *, as_json: bool) -> int:
 
 def _print_inspected(report: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for name, value in report.items():
-        print(f"{name:<32} {', '.join(value) or 'none' if isinstance(value, list) else value}")
-    print("\n".join(f"{size:>15,} bytes  {name}" for name, size in sizes.items()))
+        told = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
+        _say(f"{name:<32} {told}")
+    for name, size in sizes.items():
+        _say(f"{size:>15,} bytes  {name}")
+
+
+def _say(line: str) -> None:
+    """Print a line that quotes a checkpoint, which another user may have written."""
+    print(errors.printable(line))
 
 
 def _of_train(path: Path) -> checkpoint_description.CheckpointInfo:
@@ -207,7 +214,7 @@ def _verify(root: str, step: int | None) -> int:
         faults = _faults(path)
         damaged += bool(faults)
         for fault in faults or [_state(path, "no checksums to compare with")]:
-            print(f"{path.name}: {fault}")
+            _say(f"{path.name}: {fault}")
     return 1 if damaged else 0
 
 
@@ -253,13 +260,13 @@ def _prune(root: str, keep: int, keep_every: int | None, *, dry_run: bool) -> in
         faults = _faults(path)
         if faults:
             damaged.append(path)
-            print(f"{path.name} is damaged and is not counted toward --keep: {'; '.join(faults)}")
+            _say(f"{path.name} is damaged and is not counted toward --keep: {'; '.join(faults)}")
         return not faults
 
     for path in whole_checkpoints.surplus(root, keep, keep_every, is_whole):
         link = f"  only the link; {path.resolve()} is kept" if path.is_symlink() else ""
         size = 0 if link else _size(path)
-        print(f"{'would remove' if dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
+        _say(f"{'would remove' if dry_run else 'removed'} {path.name}  {size:,} bytes{link}")
         if not dry_run:
             removal.remove(path)
     return 1 if damaged else 0

@@ -182,7 +182,7 @@ def _attention(add: Add) -> None:
     add(
         "--attention-softmax-in-fp32",
         action="store_true",
-        help="compute the softmax of the unfused attention in fp32; the fused attention always does",
+        help="compute the softmax of the unfused attention in fp32; the fused attention always does so",
     )
     add(
         "--apply-query-key-layer-scaling",
@@ -232,19 +232,19 @@ def _parallel(add: Add) -> None:
         choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
         default="p2p",
         help="how context-parallel ranks exchange keys and values; p2p: in a ring; all_gather: gather "
-        "them; a2a: all-to-all over the heads; a2a+p2p: a2a among near ranks, a ring among far ones",
+        "them; a2a: all-to-all over the heads; a2a+p2p: a2a among nearby ranks, a ring among distant ones",
     )
     add(
         "--hierarchical-context-parallel-sizes",
         type=positive,
         nargs="+",
-        help="number of near ranks and of far ranks for a2a+p2p; their product must be "
+        help="numbers of nearby and of distant ranks for a2a+p2p; their product must be "
         "--context-parallel-size",
     )
     add(
         "--sequence-parallel",
         action="store_true",
-        help=("partition the activations between tensor-parallel layers along the sequence dimension too"),
+        help="also partition the activations between tensor-parallel layers, along the sequence dimension",
     )
     add(
         "--tp-comm-overlap",
@@ -301,7 +301,7 @@ def _training(add: Add) -> None:
         "--train-samples",
         type=positive,
         help="total number of sequences; an incomplete last global batch is dropped, and the "
-        "schedule counts samples too",
+        "learning-rate schedule is also counted in samples",
     )
     add(
         "--epochs",
@@ -387,7 +387,7 @@ def _faults(add: Add) -> None:
         nargs="*",
         default=[],
         metavar="N",
-        help="iterations to skip without training, counted from 0 as upstream does: N is the iteration "
+        help="iterations to skip without training, counted from 0, as upstream does: N is the iteration "
         "that the log calls N + 1",
     )
     add_shared(add, "--check-weight-hash-across-dp-replicas-interval")
@@ -680,7 +680,7 @@ def _logging(add: Add) -> None:
         "--dashboard",
         type=address,
         metavar="[HOST:]PORT",
-        help="serve a dashboard of the run on this port; 0: any free port (default: no "
+        help="serve a dashboard of the run at this address; port 0 selects any free port (default: no "
         "dashboard; HOST: 127.0.0.1)",
     )
     add_shared(

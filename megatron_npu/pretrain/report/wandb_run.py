@@ -40,7 +40,7 @@ class WandbRun:
         place.mkdir(parents=True, exist_ok=True)
         further: dict[str, Any] = {"entity": flags.wandb_entity} if flags.wandb_entity else {}
         settings = getattr(wandb, "Settings", None)
-        if "finish_timeout" in getattr(settings, "model_fields", {}):  # older ones wait for ever
+        if "finish_timeout" in getattr(settings, "model_fields", {}):  # older ones wait forever
             further["settings"] = wandb.Settings(finish_timeout=_PATIENCE)
         self._failed = False
         before = {child.pid for child in psutil.Process().children()}

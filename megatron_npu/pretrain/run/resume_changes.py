@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_npu.base.errors import printable
 from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointInfo
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 
@@ -105,7 +106,7 @@ def since(found: CheckpointInfo, args: Flags) -> list[str]:
         lines.append(f"--no-load-optim: the optimizer's moments start at 0{begins}")
     if not lines:
         return []
-    return [f" changed since the checkpoint {found.path}:", *(f"   {line}" for line in lines)]
+    return [f" changed since the checkpoint {found.path}:", *(f"   {printable(line)}" for line in lines)]
 
 
 def _goes_on(args: Flags) -> bool:

@@ -23,6 +23,7 @@ LATENT = (
 )
 # the first run of its process: no one has asked for TransformerEngine's version before
 REMAINDERS = {"remainders": "--bf16 --use-distributed-optimizer --reuse-fp32-param --exit-interval 3"}
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP2 = "--pipeline-model-parallel-size 2"
 # 0.12's destroy_model_parallel() leaves the ranks of position embeddings: stages must come first
 TWO = {
@@ -126,6 +127,11 @@ def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed, on_i
             check_latent(trained["latent"], on_installed["latent"])
             assert trained["remainders"].losses() == pytest.approx(installed[:3], rel=1e-2)
     assert found == installed[:4]
+
+
+def test_a_predicting_layer_is_recomputed_in_0_18(flags, tmp_path, on_installed) -> None:
+    cases = {name: f"{value} {RECOMPUTED}" for name, value in latent(tmp_path).items()}
+    check_latent(train(flags, tmp_path, wheel("0.18.2"), cases, 1)["latent"], on_installed["latent"])
 
 
 def test_tensor_parallel_in_bf16_with_distributed_optimizer(two, installed) -> None:

@@ -84,7 +84,7 @@ def test_it_goes_on_from_its_checkpoint(checkout, data, expected, stage, place, 
     (tmp_path / place / checksums.NAME).unlink()
     refused = stock_lm.run(Path(script), flags)
     assert refused.returncode == 2, refused.stderr
-    assert " names posix.mkdir" in refused.stderr.splitlines()[-1]
+    assert " refers to posix.mkdir" in refused.stderr.splitlines()[-1]
     assert not (tmp_path / "mark").exists()
 
 

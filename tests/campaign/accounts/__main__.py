@@ -38,6 +38,15 @@ PLACES = {
     "stores": ("stores", "tries"),
     "groups": ("groups", "tries"),
     "evaluate": ("evaluations", "tries"),
+    "caches": ("code_caches", "tries"),
+    "machines": ("odd_machines", "tries"),
+    "terminals": ("odd_texts", "terminals"),
+    "pages": ("odd_texts", "pages"),
+    "storages": ("odd_texts", "storages"),
+    "hubs": ("odd_texts", "hubs"),
+    "templates": ("templates", "tries"),
+    "early": ("signals", "early"),
+    "killed": ("signals", "killed"),
 }
 
 

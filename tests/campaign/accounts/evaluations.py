@@ -113,6 +113,14 @@ def _hostile(samples: Samples) -> Path:
     for metric in ("rouge", "bleu", "squad_v2", "theirs_metric"):
         (folder / metric).mkdir(exist_ok=True)
         (folder / metric / f"{metric}.py").write_text(code)
+    for place in ("evaluate_modules", "modules/evaluate_modules", "huggingface/modules/evaluate_modules"):
+        for metric in ("rouge", "theirs_metric"):
+            module = folder / place / "metrics" / f"evaluate-metric--{metric}" / ("0" * 64)
+            module.mkdir(parents=True, exist_ok=True)
+            (module / f"{metric}.py").write_text(code)
+        for each in (folder / place, *(folder / place).rglob("*")):
+            if each.is_dir():
+                (each / "__init__.py").write_text(code)
     (folder / "cache_rank0.db").write_bytes(pickle.dumps(Runs(mark)))
     (folder / "requests.pickle").write_bytes(pickle.dumps(Runs(mark)))
     run = {"include_path": str(folder / "theirs"), "use_cache": str(folder / "cache")}
@@ -142,6 +150,10 @@ def _of_metrics(samples: Samples, own: Path, folder: Path) -> Iterator[Try]:
         words = evaluate(samples, "measured", "--include_path", str(place))
         what = f"the metric {metric} in a stranger's working directory"
         yield Try(_PLACE, what, words, REFUSED, cwd=folder, limit=400)
+        for variable in ("HF_MODULES_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+            what = f"the metric {metric} with {variable} of another account"
+            variables = {variable: str(folder), "HF_HUB_OFFLINE": "1"}
+            yield Try(_PLACE, what, words, EITHER, variables=variables, limit=400)
 
 
 def _damaged(samples: Samples, own: Path) -> Iterator[Try]:

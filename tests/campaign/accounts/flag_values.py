@@ -152,7 +152,7 @@ def _fine_tuning(model: Path) -> list[str]:
     return ["train", "--task", "text-classification", "--model-name-or-path", str(model)]
 
 
-def outputs(room: Room) -> Iterator[Try]:
+def outputs(room: Room) -> Iterator[Try | Verdict]:
     """Yield flags that name what is to be written, where it cannot or must not be."""
     samples = Samples(room)
     found = objects(room)

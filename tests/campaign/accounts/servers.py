@@ -36,8 +36,10 @@ class Request(NamedTuple):
 class Server:
     """A server of the user, until the end of the block."""
 
-    def __init__(self, room: Room, words: list[str], port: int, path: str) -> None:
-        self.room, self.port, self.path = room, port, path
+    def __init__(
+        self, room: Room, words: list[str], port: int, path: str, prepare: Callable[[], object] = bool
+    ) -> None:
+        self.room, self.port, self.path, self.prepare = room, port, path, prepare
         self.log = room.folder / "server.txt"
         self._seen = 0
         with self.log.open("wb") as stream:
@@ -49,8 +51,12 @@ class Server:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
-                preexec_fn=lambda: room.become(room.user),
+                preexec_fn=self._become,
             )
+
+    def _become(self) -> None:
+        self.prepare()
+        self.room.become(self.room.user)
 
     def __enter__(self) -> Server:
         began = time.monotonic()
@@ -364,7 +370,7 @@ def dashboard(room: Room) -> Iterator[Verdict]:
             (folder / file).write_bytes(rows)
         room.give(folder)
         port = ports.free_port()
-        with Server(room, ["dashboard", str(folder), "--at", f"{_LIMIT}:{port}"], port, "/") as server:
+        with Server(room, ["dashboard", str(folder), "--port", f"{_LIMIT}:{port}"], port, "/") as server:
             yield server.tried("dashboard", Request(f"page: {name}", get("/", "Connection: close\r\n")))
             yield server.tried("dashboard", Request(f"events: {name}", _events))
             yield server.tried(

@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.campaign.accounts import trials
+from tests.campaign.accounts import odd_machines, surroundings, trials
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
 from tests.campaign.accounts.trials import DONE, Ended, Try, Verdict
 
 _PLACE = "signals in mid-run"
+_STARTING, _KILLED = "signals at the start", "SIGKILL to commands with children"
+_EARLY = (0.03, 0.15, 0.5, 1.2, 3.0)  # seconds
 _TIMES = 4  # of each signal and command
 _SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
 _LONGEST = 120.0  # seconds until a command is in the middle of its work
@@ -50,6 +52,27 @@ def tries(room: Room) -> Iterator[Verdict]:
         verdict = "silent" if missing or left else "done"
         yield Verdict(_PLACE, f"{name}: its results", verdict, 0, 0.0, f"missing {missing}, left {left}")
         _remove(job)
+
+
+def early(room: Room) -> Iterator[Verdict]:
+    """Yield what became of commands that get a signal while they start."""
+    found = odd_machines.commands(Samples(room))
+    for name in ("generate", "doctor", "preprocess", "pretrain", "plan", "convert", "train on 2"):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for pause in _EARLY:
+                surroundings.remove_results(room)
+                job = Job(found[name], lambda process: True, (room.temporary / "no result",))
+                yield _harmed(room, name, job, number, pause, _STARTING)
+
+
+def killed(room: Room) -> Iterator[Verdict]:
+    """Yield what became of the children of commands that get SIGKILL."""
+    found = odd_machines.commands(Samples(room))
+    for name in ("plan", "doctor", "bench graph", "pretrain", "train on 2", "preprocess", "sim"):
+        for pause in (0.0, 1.0, 3.0):
+            surroundings.remove_results(room)
+            job = Job(found[name], lambda process: process.children(), (room.temporary / "no result",))
+            yield _harmed(room, name, job, signal.SIGKILL, pause, _KILLED)
 
 
 def jobs(samples: Samples) -> dict[str, Job]:
@@ -91,7 +114,9 @@ def _has_computed(room: Room, seconds: float) -> Callable[[psutil.Process], bool
     return lambda process: sum(process.cpu_times()[:2]) > seconds
 
 
-def _harmed(room: Room, name: str, job: Job, number: signal.Signals, pause: float) -> Verdict:
+def _harmed(
+    room: Room, name: str, job: Job, number: signal.Signals, pause: float, place: str = _PLACE
+) -> Verdict:
     """Send a signal to a command in the middle of its work."""
     _remove(job)
     pid = trials.started(room, Try(_PLACE, name, job.words))
@@ -113,7 +138,7 @@ def _harmed(room: Room, name: str, job: Job, number: signal.Signals, pause: floa
     how = "in the middle" if is_there else "it had ended before"
     what = f"{name}: {number.name} after {pause:.1f} s, {how}"
     text = f"{told[-500:]} left {left}, final {final}, temporary {partial}"
-    return Verdict(_PLACE, what, verdict, code, round(time.monotonic() - began, 1), text)
+    return Verdict(place, what, verdict, code, round(time.monotonic() - began, 1), text)
 
 
 def _judged(ended: Ended, number: int, final: list[str], partial: list[str]) -> str:

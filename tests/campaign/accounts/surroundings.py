@@ -15,6 +15,7 @@ from tests.campaign.accounts.samples import Samples
 from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Try
 
 _PLACE = "environment"
+_RESULTS = "saved fine graphs hf"  # folders that the commands write
 _PROGRAMS = (
     "g++ c++ gcc cc clang clang++ ld as ninja cmake git nvcc ldconfig file uname nvidia-smi npu-smi lscpu sh"
 )
@@ -22,24 +23,36 @@ _PROGRAMS = (
 
 def tries(room: Room) -> Iterator[Try]:
     """Yield commands in a stranger's folder, and with settings of all kinds."""
+    for each in _tries(room):
+        remove_results(room)
+        yield each
+
+
+def remove_results(room: Room) -> None:
+    """Remove what an earlier trial has written, so that the next one is not refused for it."""
+    for name in _RESULTS.split():
+        shutil.rmtree(room.temporary / name, ignore_errors=True)
+
+
+def _tries(room: Room) -> Iterator[Try]:
     samples = Samples(room)
     folder = hostile(room)
-    commands = _commands(samples)
-    for name, words in commands.items():
+    found = commands(samples)
+    for name, words in found.items():
         yield Try(_PLACE, f"{name}: a stranger's working directory", words, DONE, cwd=folder, limit=300)
     for name, variables in _of_folder(folder).items():
         for command in ("pretrain", "generate"):
             what = f"{command}: {name} of another account"
-            yield Try(_PLACE, what, commands[command], EITHER, cwd=folder, variables=variables, limit=300)
+            yield Try(_PLACE, what, found[command], EITHER, cwd=folder, variables=variables, limit=300)
     for command in ("train with graphs", "bench graph"):  # these compile
         path = {"PATH": os.pathsep.join((".", "", room.environment()["PATH"]))}
         what = f"{command}: a folder with compilers, named by PATH as ."
-        yield Try(_PLACE, what, commands[command], EITHER, cwd=folder, variables=path, limit=500)
+        yield Try(_PLACE, what, found[command], EITHER, cwd=folder, variables=path, limit=500)
     for name, (command, variables, expected) in VARIABLES.items():
-        words = commands[command]
+        words = found[command]
         yield Try(_PLACE, f"{command}: {name}", words, expected, variables=variables, limit=300)
     for name, (command, prepare, closed) in LIMITS.items():
-        words = commands[command]
+        words = found[command]
         yield Try(_PLACE, f"{command}: {name}", words, EITHER, prepare=prepare, closed=closed, limit=300)
 
 
@@ -71,7 +84,8 @@ def hostile(room: Room) -> Path:
     return folder
 
 
-def _commands(samples: Samples) -> dict[str, list[str]]:
+def commands(samples: Samples) -> dict[str, list[str]]:
+    """Return the commands that meet these folders and settings."""
     room = samples.room
     fine = ["train", "--user-script", str(strangers._SCRIPT), *strangers._TRAIN.split(), "--save"]
     bench = ["bench", "--suite", "graph", *strangers._BENCH.split()]

@@ -31,6 +31,7 @@ SAID = "megatron-npu x: error: y"
         (Ended(0, "fine", ""), REFUSED, [], "silent"),
         (Ended(0, "fine", "warning: odd"), REFUSED, [], "done"),
         (Ended(0, "fine", ""), EITHER, [], "done"),
+        (Ended(2, "\x1b[2J", SAID), REFUSED, [], "control"),
     ],
 )
 def test_each_fault_is_noticed(end: Ended, expected: str, marks: list[str], verdict: str) -> None:

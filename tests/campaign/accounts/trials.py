@@ -15,7 +15,8 @@ from typing import NamedTuple
 from tests.campaign.accounts.rooms import Room
 
 REFUSED, DONE, EITHER = "refused", "done", "either"
-FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied")
+FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
+_CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
 _SETTLING = 8.0  # seconds in which children may end behind their parents
 _TOLD = 1500  # characters of what was said
 
@@ -100,6 +101,7 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
         "traceback": "Traceback (most recent" in end.said + end.told,
         "orphan": end.has_left,
         "crash": end.code is None or end.code < 0,
+        "control": any(each in end.said + end.told for each in _CONTROL),
         "silent": end.code == 0 and expected == REFUSED and not _warns(end.said + end.told),
         "denied": end.code != 0 and expected == DONE,
         "unnamed": end.code not in (0, None) and not _names(end.told + end.said),
@@ -114,7 +116,18 @@ def _warns(text: str) -> bool:
 
 def _names(told: str) -> bool:
     """Return whether a line names the error, or a report the damage."""
-    words = ("error", "missing", "damaged", "differs", "must", "cannot", "not a ", "no checksums", "megatron")
+    words = (
+        "error",
+        "missing",
+        "damaged",
+        "differs",
+        "different content",
+        "must",
+        "cannot",
+        "not a ",
+        "no checksums",
+        "megatron",
+    )
     return any(word in line for line in told.splitlines() for word in words)
 
 

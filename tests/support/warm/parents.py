@@ -24,7 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MOST = 12  # parents alive; each holds up to 400 MB
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30  # [GiB] of this machine
+MOST = min(
+    max(12, _MEMORY), 32
+)  # parents alive; each holds up to 400 MB, and takes 1.5 to 6 s to start again
 IDLE = 60  # seconds for which nobody has asked a parent before another may take its place
 _HOME = "TEST_WARM_HOME"
 _FOR_EVER = "base"  # the file of a parent that has forked others: it is not ended to make room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_npu.conversion import fp32
+from megatron_npu.conversion import fp32_inference
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,7 +50,7 @@ def test_logits_are_those_of_fp32_on_rounded_weights(kind, stored, rounded_to):
         parameter.data = parameter.data.to(rounded_to).float()
     embeddings = [module for module in kept.modules() if isinstance(module, torch.nn.Embedding)]
     output = kept.get_output_embeddings()
-    fp32.run(kept, rounded_to, embeddings=embeddings, output=output, returns_bias=False)
+    fp32_inference.run(kept, rounded_to, embeddings=embeddings, output=output, returns_bias=False)
     tokens = torch.arange(12)[None]
     expected = wide(tokens).logits
     found = kept(tokens).logits
@@ -62,18 +62,18 @@ def test_logits_are_those_of_fp32_on_rounded_weights(kind, stored, rounded_to):
 def test_one_matrix_is_widened_at_a_time(monkeypatch):
     kept, _ = models("llama", torch.bfloat16)
     sizes: list[int] = []
-    real = fp32.rounded
+    real = fp32_inference.rounded
 
     def counted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         wide = sum(p.numel() for p in kept.parameters() if p.dtype == torch.float32 and p.dim() > 1)
         sizes.append(wide)
         return real(tensor, dtype)
 
-    monkeypatch.setattr(fp32, "rounded", counted)
-    monkeypatch.setattr(fp32, "_ROWS", 7)
+    monkeypatch.setattr(fp32_inference, "rounded", counted)
+    monkeypatch.setattr(fp32_inference, "_ROWS", 7)
     embeddings = [kept.get_input_embeddings()]
     output = kept.get_output_embeddings()
-    fp32.run(kept, torch.bfloat16, embeddings=embeddings, output=output, returns_bias=False)
+    fp32_inference.run(kept, torch.bfloat16, embeddings=embeddings, output=output, returns_bias=False)
     logits = kept(torch.arange(12)[None]).logits
     assert logits.shape == (1, 12, 100)
     assert len(sizes) > 20

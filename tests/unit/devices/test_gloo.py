@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 import types
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
-from tests.support import processes
+from tests.support import processes, warm
 
 
 @pytest.fixture
@@ -76,6 +79,7 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.redirect import Redirection
 
 Redirection(devices.CpuDevice()).on()
@@ -102,6 +106,7 @@ import faulthandler
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices.redirect import Redirection
 
 torch.set_num_threads(1)
@@ -121,17 +126,19 @@ for _ in range(150):
 
 def test_a_model_that_goes_after_its_group_does_not_hang():
     """Without the cure one of some fifteen such models does."""
-    result = processes.run([sys.executable, "-c", TRAINS_OFTEN], capture_output=True, text=True, check=False)
+    result = warm.run([sys.executable, "-c", TRAINS_OFTEN], env=os.environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
 # OpenMP gives every thread that computes in parallel threads of its own; they never end.
 GATHERS = """
 import os
+import re
 import sys
 import torch
 import torch.distributed as dist
 from megatron_npu import devices
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo
 from megatron_npu.devices.redirect import Redirection
 
@@ -160,7 +167,7 @@ print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
 def test_gathering_starts_no_second_pool_of_threads(which, grows, command):
     """With one, every step after the first checkpoint takes twice as long on two cores (torch 2.13)."""
     command = [sys.executable, "-c", GATHERS, which, command]
-    result = processes.run(command, capture_output=True, text=True, check=True)
+    result = warm.run(command, env=os.environ, capture_output=True, text=True, check=True)
     more, own = map(int, result.stdout.split())
     assert (more > 0, own) == (grows, 2)
 
@@ -215,3 +222,21 @@ def test_a_thread_that_wakes_between_two_looks_is_at_work(threads, monkeypatch):
     monkeypatch.setattr(gloo, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     sleep(0)
     assert not gloo.wait_for_workers(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["Unable to find interface for: [127.0.0.1]", "Unable to find address for: x"]
+)
+def test_an_interface_that_is_not_there_is_named(text: str) -> None:
+    told = rf"gloo cannot find .*{re.escape(text)}\. Set GLOO_SOCKET_IFNAME"
+    with pytest.raises(UsageError, match=told), gloo.naming_interfaces():
+        raise RuntimeError(f"[enforce fail at device.cc:212] ifa != nullptr. {text}")
+    with pytest.raises(RuntimeError, match="another"), gloo.naming_interfaces():
+        raise RuntimeError("another")
+
+
+def test_gloo_itself_says_so(monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "evil0")
+    told = r"gloo cannot find a network interface .*evil0"
+    with pytest.raises(UsageError, match=told), gloo.naming_interfaces():
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))

@@ -461,4 +461,5 @@ def test_an_absent_device_is_an_error(name):
     assert result.returncode
     last = result.stderr.strip().splitlines()[-1]
     assert f"MEGATRON_NPU_DEVICE={name} requires a machine with a usable {name} device, but " in last
+    assert f"(usable here: {', '.join(devices.present())})" in last
     assert "Install the missing software" in last

@@ -160,6 +160,24 @@ def test_a_metric_that_others_can_write_is_refused(lm_eval, tmp_path, monkeypatc
     assert loaded == ["rouge", "rouge"]
 
 
+@pytest.mark.parametrize("variable", ["HF_MODULES_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("opened", ["modules", "modules/evaluate_modules/rouge.py"])
+def test_a_cache_of_metrics_that_others_can_write_is_refused(variable, opened, tmp_path, monkeypatch):
+    """``evaluate`` imports a metric from it where the hub does not answer."""
+    for name in ("HF_MODULES_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "huggingface"
+    module = home / "modules" / "evaluate_modules" / "rouge.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("")
+    places = {"HF_MODULES_CACHE": home / "modules", "HF_HOME": home, "XDG_CACHE_HOME": tmp_path}
+    monkeypatch.setenv(variable, str(places[variable]))
+    lm_eval_files.require_own_metric("rouge")
+    (home / opened).chmod(0o777)
+    with pytest.raises(UsageError, match=r"the cache of metrics .*can be written by anyone"):
+        lm_eval_files.require_own_metric("rouge")
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the case: Python 3.10 has no safe path")
 @pytest.mark.parametrize("path", [None, ":", "/nowhere:"])
 def test_what_lm_eval_starts_runs_no_module_of_the_working_directory(path, lm_eval, tmp_path, monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from argparse import Namespace
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation import chat_template
@@ -117,3 +119,68 @@ def test_a_template_without_end_is_told(tmp_path, monkeypatch, template):
     with pytest.raises(UsageError, match="chat template"):
         chat_template.ChatTemplate(template, {}).render(MESSAGES)
     assert time.monotonic() - begun < 20
+
+
+_GROWING = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = STEP %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a'|center(1000000000) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a'.ljust(width=1000000000) }}",
+        "{{ ['a']|map('center', 1000000000)|list }}",
+        "{{ '1'.zfill(1000000000) }}",
+        "{{ '\\t'.expandtabs(1000000000) }}",
+        "{{ 'a\\nb'|indent(1000000000) }}",
+        "{{ [1]|tojson(indent=1000000000) }}",
+        "{{ [1]|batch(1000000000, 'x')|list }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ '{:>{w}}'.format(1, w=1000000000) }}",
+        "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
+        "{% set s = ' '.ljust(90000) %}{{ s.replace(' ', s) }}",
+        "{% set s = ' '.ljust(90000) %}{{ s|replace(' ', s) }}",
+        "{% set s = ' '.ljust(90000) %}{{ s.join(s) }}",
+        "{% set s = ' '.ljust(90000) %}{{ s|list|join(s) }}",
+        "{% set s = ' '.ljust(90000) %}{{ s|map('upper')|join(s) }}",
+        "{{ 'aaaaaaaaaaaaaaaaaaaa'.ljust(900000, 'a').translate({97: 'b'.ljust(900000)}) }}",
+        _GROWING.replace("START", "'1'").replace("STEP", "n.s ~ n.s"),
+        _GROWING.replace("START", "'1'").replace("STEP", "n.s + n.s"),
+        _GROWING.replace("START", "[1]").replace("STEP", "n.s + n.s"),
+        _GROWING.replace("START", "[1]").replace("STEP", "[n.s, n.s]") + "{{ n.s }}",
+        _GROWING.replace("START", "['a']").replace("STEP", "n.s + [('a'.ljust(50000000) ~ i)]"),
+        _GROWING.replace("START", "['a'.ljust(50000000)]").replace("STEP", "n.s + [n.s[0][i:]]"),
+        "{% set n = namespace(s='11') %}{% for i in range(60) %}{% set t %}{{ n.s }}{{ n.s }}{% endset %}"
+        "{% set n.s = t %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}",
+    ],
+)
+def test_a_template_that_uses_up_memory_is_told(template):
+    found = chat_template.ChatTemplate(template, {})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UsageError, match=r"values that are too large|did not finish"):
+        found.render(MESSAGES)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 3 << 20  # KiB
+
+
+def test_what_templates_do_with_texts_is_as_without_limits():
+    """Each is compared with Jinja's own sandbox."""
+    template = (
+        "{% set n = namespace(s='') %}{% for m in messages %}{% set n.s = n.s ~ m.role ~ ': ' + m.content %}"
+        "{% endfor %}{{ n.s[2:] }}{{ n.s[:-1][::2] }}{{ messages|map(attribute='content')|join('\\n')|trim }}"
+        "{{ messages|tojson(indent=2) }}{{ '%s and %05d'|format('a', 1700000000) }}{{ '%s' % 1700000000 }}"
+        "{{ '{} {:>4}'.format('x', 3) }}{{ n.s.replace('e', 'xy').upper().split(' ')|length }}{{ 1 + 2 * 3 }}"
+        "{{ n.s|indent(4) }}{{ ', '.join(['a', 'b']) }}{{ [1, 2][1:] }}{{ 2 ** 10 }}{{ 7 % 4 }}"
+        "{% for m in messages|reverse %}{{ loop.index ~ m.role }}{% endfor %}{{ messages[-1]['role'] }}"
+        "{% macro twice(t) %}{{ t }}{{ t }}{% endmacro %}{{ twice('ä' * 3) }}{{ 'a'|center(9) }}"
+    )
+    own = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    own.filters["tojson"] = chat_template._as_json
+    expected = own.from_string(template).render(messages=MESSAGES)
+    assert chat_template.ChatTemplate(template, {}).render(MESSAGES) == expected
+    long = [{"role": "user", "content": "word " * 200_000}]
+    assert len(chat_template.ChatTemplate(template, {}).render(long)) > 4_000_000

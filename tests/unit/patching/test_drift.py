@@ -79,6 +79,8 @@ def test_changed_signature_is_an_error_with_one_clear_message(upstream: Upstream
         "upstream 1.0",
         f"{upstream.root}/stockpkg/model.py:5",
         "megatron-npu check --megatron PATH",
+        "MEGATRON_NPU_DRIFT=warn",
+        f"; patched in {upstream.registry.patches[0].ours}",
     ):
         assert part in message
     assert "def gelu(x, bias=1)" in message
@@ -97,6 +99,9 @@ def test_changed_signature_is_applied_on_request(
     assert engine.ledger.rows[0].state == "drifted"
     assert engine.ledger.summary().startswith("0 applied, 1 drifted (signature changed")
     assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert "applied all the same" in record.getMessage()
+    assert "MEGATRON_NPU_DRIFT" not in record.getMessage()  # it is set already
 
 
 def test_gone(upstream: UpstreamTree, kind: str) -> None:

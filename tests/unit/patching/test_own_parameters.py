@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_npu.patching.own_parameters import conflict, use_of
+from tests.conftest import ROOT
 
 OLD = "def f(self, a, b=1, c=2, *, d=3)"
 _counter = itertools.count()
@@ -201,6 +202,21 @@ def test_where_it_cannot_be_told_every_change_counts(ours):
     assert use_of(ours) is None
     told = "the parameters that our function uses cannot be determined"
     assert conflict(None, OLD, OLD.replace("c=2", "c=2, new=None")) == told
+
+
+def test_the_page_for_maintainers_quotes_what_a_check_prints():
+    """Who looks for a message on the page finds it there in the words of the message."""
+    page = (ROOT / "docs" / "contributing" / "adding-a-megatron-version.md").read_text()
+    text = " ".join(page.split())
+    code = ROOT / "megatron_npu" / "patching"
+    source = " ".join((code / name).read_text() for name in ("own_parameters.py", "verdicts.py"))
+    quoted = re.findall(
+        r'against [\d.]+: (\S[^:]+): signature changed|says "([^"]+)"|\("ckpt_manager ([^"]+)"', text
+    )
+    words = [next(filter(None, each)) for each in quoted]
+    assert len(words) == 3
+    for each in words:
+        assert each in source, each
 
 
 # --- against Python itself -----------------------------------------------------------------------------

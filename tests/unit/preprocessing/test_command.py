@@ -435,12 +435,15 @@ def test_bytes_of_the_stock_tool(
     assert digests[0] == digests[1]
 
 
-def test_a_full_shared_memory_is_not_called_a_full_disk(corpus_file, preprocess, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ENOENT])
+def test_a_shared_memory_is_not_called_a_disk(corpus_file, preprocess, monkeypatch, number):
     """Found by an attack: the line named --output-prefix and its disk."""
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a semaphore, without a name
+        raise OSError(number, os.strerror(number))  # of a semaphore, without a name
 
     monkeypatch.setattr(encoder, "ProcessPoolExecutor", full)
-    with pytest.raises(UsageError, match="/dev/shm, which holds the locks of the worker processes, is full"):
+    with pytest.raises(
+        UsageError, match="/dev/shm, which holds the locks of the worker processes, cannot be used"
+    ):
         preprocess(corpus_file([{"text": SAMPLE}] * 3), flags=["--workers", "2"])

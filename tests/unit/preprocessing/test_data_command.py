@@ -130,3 +130,14 @@ def test_a_table_is_an_input(tmp_path: Path, capsys) -> None:
     assert [json.loads(line)["text"] for line in batch.text.splitlines()] == ["NA", "null", None]
     with pytest.raises(UsageError, match=r"--input .*rows.csv has no column 'words'"):
         list(Rows.opened(str(tmp_path / "rows.csv"), None, "train", ["words"], "--input").batches())
+
+
+@pytest.mark.parametrize("action", ["inspect", "count", "verify"])
+def test_a_terminal_does_not_act_on_the_name_of_a_dataset(tmp_path: Path, capsys, action: str) -> None:
+    """As ``data verify folder/*.bin`` passes it, in a folder of another user."""
+    prefix = written(tmp_path, "\x1b]0;x\x07", [{"text": "1 2 3"}])
+    capsys.readouterr()
+    assert cli.main(["data", action, prefix]) == 0
+    told = capsys.readouterr().out
+    assert r"\x1b]0;x\x07_text_document" in told
+    assert not {"\x1b", "\x07"} & {*told}

@@ -55,4 +55,4 @@ def test_a_dataset_has_the_same_bytes(preprocess, corpus_file, monkeypatch, caps
 def test_without_it_the_line_says_so(monkeypatch) -> None:
     monkeypatch.setattr(gigatoken_bpe, "version", lambda: None)
     assert not gigatoken_bpe.is_used()
-    assert gigatoken_bpe.said().endswith("it is not installed")
+    assert gigatoken_bpe.said().endswith("it is not installed (pip install 'megatron_npu[fast]')")

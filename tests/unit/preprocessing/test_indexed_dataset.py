@@ -66,6 +66,32 @@ def test_summary_and_mode(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx", "d.sums.json"]
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("text", "Did you mean {}/text_text_document?"),  # what --output-prefix was
+        ("text_text_document.bin", "Did you mean {}/text_text_document?"),
+        ("text_text_document.idx", "Did you mean {}/text_text_document?"),
+        (
+            "other",
+            "Pass the path without its extension, or create the dataset with `megatron-npu preprocess`.",
+        ),
+    ],
+)
+def test_a_wrong_prefix_gets_the_dataset_that_was_meant(tmp_path: Path, given: str, advice: str) -> None:
+    write(tmp_path / "text_text_document")
+    with pytest.raises(UsageError) as error:
+        indexed_dataset.validate(tmp_path / given)
+    told = f"{tmp_path / given}.idx does not exist, but a dataset consists of a .bin and an .idx file"
+    assert str(error.value) == f"{told} in the same folder. {advice.format(tmp_path)}"
+
+
+def test_an_index_without_tokens_gets_no_other_name(tmp_path: Path) -> None:
+    write(tmp_path / "text").with_suffix(".bin").unlink()
+    with pytest.raises(UsageError, match=r"text\.bin does not exist, .* Pass the path without its extension"):
+        indexed_dataset.validate(tmp_path / "text")
+
+
 def test_several_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = write(tmp_path / "whole").with_suffix(".idx").read_bytes()
     monkeypatch.setattr(indexed_dataset, "_CHUNK", 2)

@@ -185,3 +185,21 @@ def test_the_directory_of_an_iteration_is_told_from_that_of_a_run(tmp_path: Path
     told = str(checkpoint_files.no_checkpoint(one))
     assert told.endswith(f"Use the directory above it, --load {tmp_path}.")
     assert str(checkpoint_files.no_checkpoint(tmp_path / "other")).endswith("Correct the path.")
+
+
+@pytest.mark.parametrize("action", ["list", "inspect", "verify", "prune"])
+def test_a_terminal_does_not_act_on_what_a_report_quotes(tmp_path, capsys, action):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    evil = "\x1b]0;x\x07\x9b"
+    described = {"format": "1.0", "iteration": 3, "arguments": {"task": evil, "data_path": [evil, 1]}}
+    (folder / checkpoint_files.DESCRIPTION_OF_TRAIN).write_text(json.dumps(described))
+    (folder / evil).write_text("")
+    sums = {"algorithm": checksums.ALGORITHM, "files": {f"{evil}2": [1, "00"]}}
+    (folder / checksums.NAME).write_text(json.dumps(sums))
+    (folder / "machine.json").write_text(json.dumps({"host": evil, "elsewhere": {"a": evil}}))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    cli.main(["checkpoint", action, str(tmp_path), *(["--keep", "1"] if action == "prune" else [])])
+    told = "".join(capsys.readouterr())
+    assert r"\x1b]0;x\x07\x9b" in told or action == "list", told
+    assert not {"\x1b", "\x07", "\x9b"} & {*told}

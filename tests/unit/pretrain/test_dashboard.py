@@ -20,6 +20,7 @@ from megatron_npu.base.arg_parser import Unfit
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.pretrain.report.dashboard import command, snapshot
+from megatron_npu.serving import command as serving
 from megatron_npu.web import address
 from megatron_npu.web.address import Address
 from tests.conftest import LONGEST, ROOT, on_a_leash, wait_until
@@ -158,13 +159,30 @@ def test_what_is_no_address(text):
         address.address(text)
 
 
+def test_an_address_has_one_form_and_its_former_spellings_are_hidden():
+    dashboard, serve = command.parser(), serving.parser()
+    asked = dashboard.parse_args(["runs", "--port", "[::1]:80"])
+    assert asked.port == dashboard.parse_args(["runs", "--at", "[::1]:80"]).port == Address("::1", 80)
+    assert dashboard.parse_args(["runs"]).port == Address("127.0.0.1", 0)
+    apart = serve.parse_args(["--load", "gpt", "--host", "0.0.0.0", "--port", "80"])
+    assert serving.listening_at(apart) == serving.listening_at(
+        serve.parse_args(["--load", "gpt", "--port", "0.0.0.0:80"])
+    )
+    assert str(serving.listening_at(serve.parse_args(["--load", "gpt"]))) == "127.0.0.1:8000"
+    for parser, hidden in ((dashboard, "--at"), (serve, "--host")):
+        assert "--port [HOST:]PORT" in parser.format_help()
+        assert hidden not in parser.format_help()
+        with pytest.raises(UsageError, match="matches no flag"):
+            parser.help_about(hidden)
+
+
 def test_an_address_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UsageError, match=f"--dashboard 127.0.0.1:{port}: Address already in use"):
             address.listening(f"--dashboard 127.0.0.1:{port}", Address("127.0.0.1", port))
-    with pytest.raises(UsageError, match=r"--at 192: .*or the host 127\.0"):
-        address.listening("--at 192", Address("192.0.2.1", 0))  # RFC 5737: of no machine
+    with pytest.raises(UsageError, match=r"--port 192: .*or the host 127\.0"):
+        address.listening("--port 192", Address("192.0.2.1", 0))  # RFC 5737: of no machine
 
 
 def test_the_command_needs_a_run(tmp_path, capsys):

@@ -18,3 +18,13 @@ def test_an_address_is_no_folder(address) -> None:
         UsageError, match=rf"--save must be a directory in a file system, .* but got {address}"
     ):
         output.places(args)
+
+
+@pytest.mark.parametrize("flags", [{"save": "run\udcff"}, {"data_path": ["1", "run\udcff"]}])
+def test_a_name_that_config_yaml_cannot_hold_is_refused(tmp_path, flags) -> None:
+    """It was a traceback when the file was written, after the model had been built."""
+    args = Namespace(**{"save": str(tmp_path), "load": None, "finetune": False} | flags)
+    with pytest.raises(
+        UsageError, match=r"--(save|data-path) 'run\\udcff' must be UTF-8, because --save stores"
+    ):
+        output._spare(args, None)

@@ -56,7 +56,9 @@ def write(root: Path, args: object) -> Path:
 
 def test_what_would_run_is_refused(tmp_path):
     file = write(tmp_path, Namespace(**STOCK, evil=Runs(tmp_path / "ran")))
-    with pytest.raises(UsageError, match=r"common\.pt cannot be loaded safely: the \w+ names posix\.mkdir"):
+    with pytest.raises(
+        UsageError, match=r"common\.pt cannot be loaded safely: the \w+ refers to posix\.mkdir"
+    ):
         stock_checkpoints.read_common(file)
     assert not (tmp_path / "ran").exists()
 
@@ -91,7 +93,9 @@ def test_arguments_among_the_shards_are_found_and_not_run(tmp_path):
     assert (found.iteration, found.arguments["layernorm_epsilon"]) == (3, 1e-3)
     assert found.arguments["vocab_size"] == 99  # since 0.18 the end of document is one of --vocab-size
     write_among_shards(tmp_path / "evil", Namespace(**STOCK, evil=Runs(tmp_path / "ran")))
-    with pytest.raises(UsageError, match=r"iter_0000003 cannot be loaded safely: the \w+ names posix\.mkdir"):
+    with pytest.raises(
+        UsageError, match=r"iter_0000003 cannot be loaded safely: the \w+ refers to posix\.mkdir"
+    ):
         stock_checkpoints.find(tmp_path / "evil")
     assert not (tmp_path / "ran").exists()
     index = (place / ".metadata").read_bytes()
@@ -137,7 +141,7 @@ def test_an_index_of_a_stranger_is_refused_by_what_it_names(tmp_path):
     place = write_among_shards(tmp_path, Namespace(**STOCK))
     (place / "metadata.json").write_text("{}")
     (place / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
-    with pytest.raises(UsageError, match=r" names posix\.mkdir"), checkpoint_failures.reading(place):
+    with pytest.raises(UsageError, match=r" refers to posix\.mkdir"), checkpoint_failures.reading(place):
         pass
     assert not (tmp_path / "ran").exists()
     (place / ".metadata").write_bytes(b"no pickle")

@@ -179,7 +179,7 @@ def test_what_would_run_is_refused(zipped, trusted_by_torch, tmp_path, monkeypat
     mark = tmp_path / "ran"
     save(tmp_path, "mp_rank_00", zipped=zipped, model={}, args=Namespace(evil=Runs(mark)))
     with pytest.raises(
-        UsageError, match=r"model_optim_rng\.pt cannot be loaded safely: the \w+ names posix\.mkdir"
+        UsageError, match=r"model_optim_rng\.pt cannot be loaded safely: the \w+ refers to posix\.mkdir"
     ):
         stock_checkpoints.find(tmp_path)
     assert not mark.exists()
@@ -241,4 +241,4 @@ def test_the_card_of_a_stock_checkpoint_says_how_it_was_trained(tmp_path):
     bare = Namespace(**ARGS)
     torch.save({"model": nested(whole_model()), "args": bare, "checkpoint_version": 3.0}, file)
     model_card.write(tmp_path, stock_checkpoints.find(file), bare, {"architectures": ["x"]}, "fp16")
-    assert "The checkpoint does not say how it was trained." in (tmp_path / "README.md").read_text()
+    assert "The checkpoint does not record how it was trained." in (tmp_path / "README.md").read_text()

@@ -284,6 +284,7 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
     if not args.save:
         return
     _require_directory(args.save)
+    _require_text(args)
     goes_on = found is not None and same_directory(args.save, args.load) and not args.finetune
     if not goes_on and (Path(args.save) / checkpoint_files.TRACKER).exists():
         raise UsageError(
@@ -293,6 +294,18 @@ def _spare(args: Namespace, found: CheckpointInfo | None) -> None:
         )
     if goes_on and args.ckpt_step is not None and not args.load_last_good:
         _spare_later(args)
+
+
+def _require_text(args: Namespace) -> None:
+    """Check that ``config.yaml``, which stores all flags, can represent them."""
+    for name, value in vars(args).items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and any("\ud800" <= letter <= "\udfff" for letter in each):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {each!a} must be UTF-8, because --save stores all flags in "
+                    "config.yaml",
+                    remedy="Rename the file or folder.",
+                )
 
 
 def _require_directory(save: str) -> None:

@@ -21,11 +21,14 @@ def parser() -> argparse.ArgumentParser:
         "run", metavar="DIR", help=f"folder given to --save, or the log file if it is not named {METRICS}"
     )
     result.add_argument(
-        "--at",
+        "--port",
         type=address,
         metavar="[HOST:]PORT",
         default=Address(LOOPBACK, 0),
-        help=f"address to serve the dashboard at (default: {LOOPBACK}, any free port)",
+        help=f"address to serve the dashboard at; port 0 selects any free port (default: {LOOPBACK}:0)",
+    )
+    result.add_argument(  # its former name
+        "--at", dest="port", type=address, default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     return result
 
@@ -41,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
     require_packages("dashboard")
     from megatron_npu.pretrain.report.dashboard import server
 
-    with listening(f"--at {args.at}", args.at) as sock:
+    with listening(f"--port {args.port}", args.port) as sock:
         print(f" the dashboard of {metrics} is at {url(sock)} (Ctrl-C stops it)", flush=True)
-        server.serve(metrics, name_of(metrics), sock, args.at)
+        server.serve(metrics, name_of(metrics), sock, args.port)
     return 0
 
 

@@ -99,7 +99,7 @@ def check_index_files(tmp_path):
     assert not any(name.endswith(".partial") for name in files)
     trap = tmp_path / "trapped"
     next(tmp_path.glob("*_doc_idx.npy")).write_bytes(pickle.dumps(Runs(trap)))
-    with pytest.raises(UsageError, match=r"contains a pickle that names posix\.mkdir"):
+    with pytest.raises(UsageError, match=r"contains a pickle that refers to posix\.mkdir"):
         gpt_dataset._build_index_mappings(*arguments)
     assert not trap.exists()
 

@@ -1,4 +1,4 @@
-// Follows a run: each event of /events is its whole state (snapshot.py), drawn anew.
+// Follows a run: each event of /events is its whole state (snapshot.py), drawn again.
 "use strict";
 
 const FACTS = [ // name in state.latest, what it is called, how it is written
@@ -104,13 +104,13 @@ function showState() {
     text = ENDS[state.ended_by] || `failed: ${state.ended_by}`;
     kind = ENDS[state.ended_by] ? "" : "failed";
   } else if (state && stale()) {
-    text = `nothing new for ${duration(stale())}`;
+    text = `no update for ${duration(stale())}`;
   } else if (state && state.train_iters !== null) {
     text = "running";
     kind = "running";
   }
   if (!connected && state && !state.ended_by) {
-    text = `no connection for ${duration((Date.now() - received) / 1000)}; trying again`;
+    text = `no connection for ${duration((Date.now() - received) / 1000)}; retrying`;
     kind = "failed";
   }
   if (box.textContent !== text) box.textContent = text;

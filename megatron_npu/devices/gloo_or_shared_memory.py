@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_npu.base import settings
-from megatron_npu.devices.shared_memory import Segment
+from megatron_npu.devices.shared_memory_collectives import Segment
 
 logger = logging.getLogger(__name__)
 

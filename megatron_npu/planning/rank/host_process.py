@@ -1,4 +1,6 @@
-"""Fork processes for the ranks of a plan: ``python -m megatron_npu.planning.rank.host DEVICE FD WORDS...``.
+"""Fork processes for the ranks of a plan.
+
+It is started as ``python -m megatron_npu.planning.rank.host_process DEVICE FD WORDS...``.
 
 Every rank of a plan imports torch, Megatron and the program's own modules, which takes longer than a dry run
 of most models. This process imports them once. The host then receives requests on the socket FD (see
