@@ -42,7 +42,19 @@ def _reworded(table: str) -> str:
     table = _NOTES.sub("", table)
     for old, new in _WORDS.items():
         table = re.sub(old, new, table)
-    return table.strip()
+    return (_not_started(table) if "] not started: " in table else table).strip()
+
+
+def _not_started(table: str) -> str:
+    """Return a table in which no row was started as a sentence on the memory that each row needs."""
+    head = table[: table.index("| ")].rstrip()
+    needs = dict(re.findall(r"^\[(\d+)\] not started: a rank needs (\d+) MB", table, re.M))
+    rows = re.findall(r"^\| (\S.*?) \| +OOM \[(\d+)\]", table, re.M)
+    names = {row: " x ".join(cell.partition("[")[0].strip() for cell in row.split("|")) for row, _ in rows}
+    told = [f"{names[row]}: {needs[number]}" for row, number in rows]
+    return (
+        f"{head}\n\nNo row was started. By arithmetic, a rank needs at least this many MB: {', '.join(told)}."
+    )
 
 
 def tables() -> str:

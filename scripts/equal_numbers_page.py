@@ -96,7 +96,7 @@ def _cell(row: dict[str, Any]) -> str:
         return "failed" if row["refused"].startswith("failed") else "refused"
     if row["layout"] == "one" and (row["device"], row["dtype"]) == COLUMNS[0]:
         return "baseline"
-    return " / ".join("0" if row[name] == 0 else f"{row[name]:.0e}" for name in ("loss", "norm"))
+    return "/".join("0" if row[name] == 0 else f"{row[name]:.0e}" for name in ("loss", "norm"))
 
 
 def _measured(rows: list[dict[str, Any]]) -> Iterator[str]:
