@@ -161,7 +161,8 @@ def _require_own_tree(script: Path, tree: Path) -> None:
 def _require_own_kind(script: Path, tree: Path, given: Path) -> None:
     """Reject a script of one Megatron if the setting names another one, whose modules have other names.
 
-    Another version of megatron-core is accepted, because a script may run with several versions.
+    Another version of megatron-core is accepted if Python imports that version (see ``_require_named_tree``),
+    because a script may run with several versions.
     """
     own, named = megatrons.inside(tree), megatrons.inside(given)
     if own and named and own.name != named.name:
