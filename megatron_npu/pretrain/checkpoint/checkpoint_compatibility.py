@@ -68,6 +68,21 @@ def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
     Raises:
         UsageError: flags differ; the error names them.
     """
+    saved = _BEFORE | found.arguments
+    differing = [
+        f"{flag} {_shown(flags[name])} (checkpoint: {_shown(saved.get(name))})"
+        for name, flag in _compared(flags)
+        if saved.get(name) != flags[name]
+    ]
+    if differing:
+        raise UsageError(
+            f"--load {found.path} contains a different model: {', '.join(differing)}",
+            remedy="Pass the flags that it was trained with, or load another checkpoint.",
+        )
+
+
+def _compared(flags: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the names of the values that describe a model of this kind, each with its flag."""
     names = list(_SAME_MODEL)
     if flags["num_experts"] is not None:
         names += _SAME_EXPERTS
@@ -83,17 +98,7 @@ def require_same_model(found: CheckpointInfo, flags: Mapping[str, Any]) -> None:
         names.append(("add_qkv_bias", "--add-qkv-bias"))  # stock scripts turn it on with all other biases
     if flags["add_bias_linear"] and not flags["swiglu"]:
         names.append(("bias_gelu_fusion", "--no-bias-gelu-fusion"))  # which computes another form of GELU
-    saved = _BEFORE | found.arguments
-    differing = [
-        f"{flag} {_shown(flags[name])} (checkpoint: {_shown(saved.get(name))})"
-        for name, flag in names
-        if saved.get(name) != flags[name]
-    ]
-    if differing:
-        raise UsageError(
-            f"--load {found.path} contains a different model: {', '.join(differing)}",
-            remedy="Pass the flags that it was trained with, or load another checkpoint.",
-        )
+    return names
 
 
 def _shown(value: object) -> object:
