@@ -60,10 +60,11 @@ def run_simulated(
     inherited = {name: value for name, value in os.environ.items() if name != settings.DEVICE.name}
     own = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), **environment}
     words, env = warm.simulated(command, own, modules, tree)
-    if words[0] == command[0]:
-        words = [sys.executable, "-m", "megatron_npu", "sim", "--", *words]
-    else:  # its parent was started by that command, which has nothing left to prepare
-        env = _prepared(env)
+    real = [sys.executable, "-m", "megatron_npu", "sim", "--", *words]
+    try:  # the parent of a fork was started by that command, which has nothing left to prepare
+        words, env = (real, env) if words[0] == command[0] else (words, _prepared(env))
+    except UsageError:  # is what the command says
+        words = real
     return processes.run(
         words,
         env=env,

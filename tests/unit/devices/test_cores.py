@@ -9,7 +9,7 @@ import pytest
 
 from megatron_npu.devices import cores
 from tests.conftest import ROOT
-from tests.support import processes, warm
+from tests.support import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads can be bound to cores only on Linux")
 QUIET = """
@@ -42,10 +42,7 @@ def ranks(folder, **changes: str) -> tuple[list[tuple[int, list[tuple[int, ...]]
     env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {"PYTHONPATH": str(ROOT), "FOLDER": str(folder), "MEGATRON_NPU_AUTOLOAD": "0", **changes}
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    command, env = warm.plain([sys.executable, *launcher, str(folder / "rank.py")], env)
-    env |= {
-        "PYTHON_EXEC": sys.executable
-    }  # ranks start from nothing: OpenMP reads its settings as it is loaded
+    command = [sys.executable, *launcher, str(folder / "rank.py")]
     done = processes.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [eval((folder / str(rank)).read_text()) for rank in range(2)], done.stdout
