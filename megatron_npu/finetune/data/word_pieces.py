@@ -47,7 +47,7 @@ def word_pieces(args: Namespace) -> WordPieces:
     Transformers models have no weights for them.
 
     Raises:
-        UsageError: the tokenizer does not use word pieces.
+        UsageError: the tokenizer does not use word pieces, or its vocabulary contains none.
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
@@ -62,7 +62,14 @@ def word_pieces(args: Namespace) -> WordPieces:
         ids = found.get_vocab()
         special = {name: getattr(found, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
         kind, unknown = type(found).__name__, found.unk_token_id
-    if None in special.values() or not any(piece.startswith("##") for piece in ids):
+    has_pieces = any(piece.startswith("##") for piece in ids)
+    if args.tokenizer_type.startswith("BertWordPiece") and not has_pieces:
+        raise UsageError(
+            f"--vocab-file {args.vocab_file} contains no word pieces that start with ##, which masked "
+            "sentence pairs require",
+            remedy="Pass the vocab.txt of a BERT.",
+        )
+    if None in special.values() or not has_pieces:
         raise UsageError(
             f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
             "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
