@@ -40,6 +40,22 @@ class WordPieces:
         return self.sep
 
 
+def _require_pieces(args: Namespace, special: dict[str, int | None], ids: dict[str, int]) -> None:
+    has_pieces = any(piece.startswith("##") for piece in ids)
+    if args.tokenizer_type.startswith("BertWordPiece") and not has_pieces:
+        raise UsageError(
+            f"--vocab-file {args.vocab_file} contains no word pieces that start with ##, which masked "
+            "sentence pairs require",
+            remedy="Pass the vocab.txt of a BERT.",
+        )
+    if None in special.values() or not has_pieces:
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
+            "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
+            "BertWordPieceLowerCase and --vocab-file vocab.txt."
+        )
+
+
 def word_pieces(args: Namespace) -> WordPieces:
     """Return the vocabulary that ``--tokenizer-type`` and the vocabulary files define.
 
@@ -62,19 +78,7 @@ def word_pieces(args: Namespace) -> WordPieces:
         ids = found.get_vocab()
         special = {name: getattr(found, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
         kind, unknown = type(found).__name__, found.unk_token_id
-    has_pieces = any(piece.startswith("##") for piece in ids)
-    if args.tokenizer_type.startswith("BertWordPiece") and not has_pieces:
-        raise UsageError(
-            f"--vocab-file {args.vocab_file} contains no word pieces that start with ##, which masked "
-            "sentence pairs require",
-            remedy="Pass the vocab.txt of a BERT.",
-        )
-    if None in special.values() or not has_pieces:
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
-            "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
-            "BertWordPieceLowerCase and --vocab-file vocab.txt."
-        )
+    _require_pieces(args, special, ids)
     pieces = {number: piece for piece, number in ids.items()}
     names = OrderedDict(type=kind, size=len(pieces), **special)
     return WordPieces(pieces, **special, unknown=unknown, unique_identifiers=names)
