@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class WordPieces:
         return self.sep
 
 
-def _require_pieces(args: Namespace, special: dict[str, int | None], ids: dict[str, int]) -> None:
+def _require_pieces(args: Namespace, special: Mapping[str, int | None], ids: dict[str, int]) -> None:
     has_pieces = any(piece.startswith("##") for piece in ids)
     if args.tokenizer_type.startswith("BertWordPiece") and not has_pieces:
         raise UsageError(
