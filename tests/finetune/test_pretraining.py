@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
+from megatron_npu.finetune.data import word_pieces
 from tests.finetune import sentences, tiny_models
 from tests.support import tiny, train_runs
 
@@ -320,3 +322,12 @@ def test_masks_and_positions_follow_the_documents_as_the_flags_say(monkeypatch):
     seen = [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4], [2, 3, 4], [5]]
     expected = [[other not in own or other > row for other in range(6)] for row, own in enumerate(seen)]
     assert mask.tolist() == [[expected]]
+
+
+def test_a_vocabulary_without_word_pieces_is_named(tmp_path):
+    """With the right type of tokenizer, which the user need not be told to pass."""
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\ncat\n")
+    args = Namespace(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(vocabulary))
+    with pytest.raises(UsageError, match=rf"--vocab-file {vocabulary} contains no word pieces that start"):
+        word_pieces.word_pieces(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,22 @@ class WordPieces:
         return self.sep
 
 
+def _require_pieces(args: Namespace, special: Mapping[str, int | None], ids: dict[str, int]) -> None:
+    has_pieces = any(piece.startswith("##") for piece in ids)
+    if args.tokenizer_type.startswith("BertWordPiece") and not has_pieces:
+        raise UsageError(
+            f"--vocab-file {args.vocab_file} contains no word pieces that start with ##, which masked "
+            "sentence pairs require",
+            remedy="Pass the vocab.txt of a BERT.",
+        )
+    if None in special.values() or not has_pieces:
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
+            "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
+            "BertWordPieceLowerCase and --vocab-file vocab.txt."
+        )
+
+
 def word_pieces(args: Namespace) -> WordPieces:
     """Return the vocabulary that ``--tokenizer-type`` and the vocabulary files define.
 
@@ -47,7 +64,7 @@ def word_pieces(args: Namespace) -> WordPieces:
     Transformers models have no weights for them.
 
     Raises:
-        UsageError: the tokenizer does not use word pieces.
+        UsageError: the tokenizer does not use word pieces, or its vocabulary contains none.
     """
     if args.tokenizer_type.startswith("BertWordPiece"):
         if args.vocab_file is None:
@@ -62,12 +79,7 @@ def word_pieces(args: Namespace) -> WordPieces:
         ids = found.get_vocab()
         special = {name: getattr(found, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad")}
         kind, unknown = type(found).__name__, found.unk_token_id
-    if None in special.values() or not any(piece.startswith("##") for piece in ids):
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} cannot be used for masked sentence pairs, which "
-            "require a WordPiece tokenizer with [CLS], [SEP], [MASK] and [PAD]. Pass --tokenizer-type "
-            "BertWordPieceLowerCase and --vocab-file vocab.txt."
-        )
+    _require_pieces(args, special, ids)
     pieces = {number: piece for piece, number in ids.items()}
     names = OrderedDict(type=kind, size=len(pieces), **special)
     return WordPieces(pieces, **special, unknown=unknown, unique_identifiers=names)
