@@ -5,6 +5,7 @@ For ``-m`` and ``-c``, Python searches the working directory first, which anothe
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import site
@@ -16,6 +17,7 @@ _PACKAGES = Path(__file__).resolve().parents[2]
 # ``-c`` puts "" first; Python before 3.11 has no -P, and -I would leave out PYTHONPATH, too
 _FROM_ELSEWHERE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LAUNCHER = "_MEGATRON_NPU_LAUNCHER"  # no setting: only this module writes and reads it
 _RUN_MODULE = _FROM_ELSEWHERE + "import runpy; runpy.run_module(sys.argv.pop(1), None, '__main__', True)"
 
 
@@ -46,6 +48,37 @@ def ending_module(name: str, arguments: Sequence[str] = (), options: Sequence[st
     first += f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
     first += f"os.getppid() == {os.getpid()} or os._exit(1); "  # this process may have ended before
     return [sys.executable, *options, "-c", first + _RUN_MODULE, name, *arguments]
+
+
+def name_launcher() -> None:
+    """Tell the ranks that this process starts, through the environment, to end with it."""
+    os.environ[_LAUNCHER] = str(os.getpid())
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this rank when its launcher ends (on Linux), even by SIGKILL.
+
+    A rank that has connected notices the end itself; before, while it imports, nothing else would tell it.
+
+    Raises:
+        SystemExit: the launcher has already ended.
+    """
+    launcher = int(os.environ.get(_LAUNCHER, 0))
+    if not launcher or sys.platform != "linux":
+        return
+    if os.getppid() == launcher:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not _is_alive(launcher):
+        raise SystemExit(1)
+
+
+def _is_alive(process: int) -> bool:
+    """Return False if a process has ended, also if nobody has read its exit code yet."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "XZ"
 
 
 def code(statement: str) -> list[str]:

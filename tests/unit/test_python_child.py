@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import site
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,39 @@ def test_the_ranks_of_train(hostile, tmp_path):
     assert_nothing_ran(hostile)
     assert "read" in done.stdout, done.stderr
     assert "did not train anything" in done.stderr or "did not create a RapidformerEngine" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the case: other kernels do not end children")
+def test_ranks_of_train_end_with_a_launcher_that_is_killed_before_they_connect(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path)!r}, 'PID' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    words = [sys.executable, "-m", "megatron_npu", "train", "--user-script", script, "--nproc-per-node", "2"]
+    launcher = subprocess.Popen([*map(str, words)], env=tiny.environment())
+    files = [tmp_path / f"PID{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    ranks = [int(file.read_text()) for file in files]
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 100  # they sleep longer
+    wait_until(lambda: time.monotonic() > end or not any(map(python_child._is_alive, ranks)))
+    left = [*filter(python_child._is_alive, ranks)]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    monkeypatch.setenv(python_child._LAUNCHER, str(ended.pid))
+    wait_until(lambda: not python_child._is_alive(ended.pid))  # nobody has read its exit code yet
+    with pytest.raises(SystemExit):
+        python_child.end_with_launcher()
+    ended.wait()
+    monkeypatch.setenv(python_child._LAUNCHER, str(os.getpid()))
+    python_child.end_with_launcher()
 
 
 def test_bench(hostile):

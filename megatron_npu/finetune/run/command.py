@@ -14,6 +14,7 @@ from megatron_npu.options.switches import FULLY, Switches
 from megatron_npu.pretrain.checkpoint import save_folder
 from megatron_npu.pretrain.flags.checks import output
 from megatron_npu.pretrain.run import last_words
+from megatron_npu.process import python_child
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +23,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the input is invalid on one of the ranks.
     """
+    if ranks.launched():
+        python_child.end_with_launcher()
     args = arguments.parse(argv)
     if not ranks.launched():
         local = launch.local_processes(args)
