@@ -48,7 +48,9 @@ def patches(argv: list[str]) -> int:
     Raises:
         UsageError: the action is unknown, or the action itself raises it.
     """
-    parser = Parser("megatron-npu patches", description="List, check or pin the patches of Megatron.")
+    parser = Parser(
+        "megatron-npu patches", description="List, check or pin the patches that are applied to Megatron."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (_, text) in _ACTIONS.items():
         actions.add_parser(name, help=text, add_help=False)
@@ -57,7 +59,7 @@ def patches(argv: list[str]) -> int:
 
 
 def check(argv: list[str], prog: str = "megatron-npu check") -> int:
-    """Compare a copy of Megatron with the pins without importing it.
+    """Compare a copy of Megatron with the pinned signatures, without importing it.
 
     Returns:
         0 if every patch can be applied, 1 if upstream has drifted too far for some patch, 2 for bad usage.

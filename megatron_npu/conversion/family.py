@@ -97,7 +97,7 @@ class Family(ABC):
 
     @abstractmethod
     def tied_weights(self, args: Flags) -> dict[str, str]:
-        """Map each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map the name of each tied tensor to the name of the tensor that it shares."""
 
     @abstractmethod
     def is_buffer(self, name: str, tensor: Tensor) -> bool:

@@ -132,7 +132,7 @@ class Gpt2(Family):
         return {name: name if name.startswith("lm_head.") else _PREFIX + name for name in stored}
 
     def tied_weights(self, args: Flags) -> dict[str, str]:
-        """Map each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map the name of each tied tensor to the name of the tensor that it shares."""
         return {} if args.untie_embeddings_and_output_weights else {"lm_head.weight": f"{_PREFIX}wte.weight"}
 
     def is_buffer(self, name: str, tensor: Tensor) -> bool:

@@ -293,7 +293,7 @@ class Kind(Family):
 
     @staticmethod
     def tied_weights(args: Flags) -> dict[str, str]:
-        """Map each tied tensor that files may contain to the tensor to which it is tied."""
+        """Map the name of each tied tensor to the name of the tensor that it shares."""
         if args.untie_embeddings_and_output_weights:
             return {}
         return {"lm_head.weight": "model.embed_tokens.weight"}

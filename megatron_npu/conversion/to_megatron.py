@@ -146,7 +146,7 @@ def _layout_flags(request: Request) -> list[str]:
 
 
 def _moved(args: Flags, part: Path, final: Path) -> Flags:
-    """Replace the paths of the tokenizer in the arguments with the final paths of its files."""
+    """Return the arguments with the tokenizer files' final paths instead of their temporary ones."""
     paths = {name: getattr(args, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
     there = {name: path and path.replace(str(part), str(final)) for name, path in paths.items()}
     return args.changed(**there)

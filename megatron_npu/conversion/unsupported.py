@@ -24,8 +24,8 @@ def must_be(args: Flags, flag: str, value: object, *, name: str = "", shown: str
     found = getattr(args, name)
     if found != value:
         raise UsageError(
-            f"the checkpoint was trained with {flag} ({name} {found}), which cannot be converted; it must "
-            f"have been trained {shown or f'with {name} {value}'}. Nothing was written."
+            f"the checkpoint was trained with {flag} ({name} {found}), which cannot be converted; only "
+            f"checkpoints trained {shown or f'with {name} {value}'} can. Nothing was written."
         )
 
 
@@ -80,6 +80,6 @@ def no_window(args: Flags) -> None:
     if any(windows(args)):
         before = limiting_window(args)
         raise UsageError(
-            f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted; it must "
-            "have been trained without a window. Nothing was written."
+            f"the checkpoint was trained with --pre-tockens {before}, which cannot be converted; only "
+            "checkpoints trained without a window can. Nothing was written."
         )

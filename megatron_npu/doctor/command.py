@@ -75,7 +75,7 @@ def _cluster(folder: str | None, out: str | None) -> int:
 
 
 def inspect(megatron: str | None = None, *, quick: bool) -> Report:
-    """Return all findings of the doctor.
+    """Run all checks, and return what they have found.
 
     If ``quick`` is set, no processes are started.
 

@@ -213,7 +213,7 @@ def _size_of_call(name: str, given: Sequence[Any], options: dict[str, Any]) -> f
 
 
 def _separators(value: Any, others: Sequence[Any]) -> float:
-    """Return how many bytes the separators have, of ``text.join(items)`` or ``items|join(text)``."""
+    """Return the size of all separators of ``text.join(items)`` or ``items|join(text)``, in bytes."""
     texts = [each for each in (value, *others) if isinstance(each, str)]
     items = [len(each) for each in (value, *others) if isinstance(each, str | list | tuple | dict)]
     return max(items, default=0) * min(map(size_of, texts), default=0.0)

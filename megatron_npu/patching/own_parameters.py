@@ -172,7 +172,7 @@ def _is_call(node: ast.AST, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class _Function:
-    """The signature of an upstream function, read from its pin.
+    """The pinned signature of an upstream function.
 
     Defaults are stored as source text, which is empty if there is none.
     """

@@ -59,7 +59,7 @@ class Verdict:
 
 
 def compare(patch: Patch, source: Source | None, pins: Pins) -> Verdict:
-    """Compare the target of ``patch`` in ``source`` with the pins for its upstream.
+    """Compare the signature of a patch's target in ``source`` with the pinned signatures.
 
     ``source`` is None if there is no such file.
     """

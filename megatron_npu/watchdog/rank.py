@@ -237,7 +237,7 @@ class Rank:
         return [process for process, error in zip(others, ends, strict=True) if error is None]
 
     def _living(self, processes: list[Process]) -> list[Process]:
-        """Return the ranks that have not yet recorded their end."""
+        """Return the ranks that have not yet reported that they have ended."""
         ends = self._board.ends([each.rank for each in processes]) if processes else []
         return [process for process, error in zip(processes, ends, strict=True) if error is None]
 

@@ -83,7 +83,7 @@ def _processes() -> list[int]:
 
 
 def _bytes_of(pid: int, counted: tuple[str, ...]) -> int:
-    """Return the number of bytes that a process and its ended children have read or written."""
+    """Return the number of bytes that a process and its terminated children have read or written."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(counted))

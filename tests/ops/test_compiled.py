@@ -304,7 +304,7 @@ def test_threads_of_another_kind_are_said(fresh, monkeypatch):
     monkeypatch.setattr(building, "_file_of", lambda library, symbol: "/opt/lib/libiomp5.so")
     assert not compiled.usable(HERE)
     ((_, reason),) = dispatch.fallbacks
-    said = "torch must be linked to libgomp, like its Linux wheels, but it uses threads from "
+    said = "torch must be linked against libgomp, as torch's Linux wheels are, but it uses threads from "
     assert reason == said + "/opt/lib/libiomp5.so"
 
 

@@ -220,8 +220,8 @@ def _fitting(candidate: _Candidate, vocabulary: int) -> Chosen:
     size = candidate.tokenizer.vocab_size
     if size > vocabulary:
         raise UsageError(
-            f"the tokenizer has {size} tokens, but it must have at most as many as the model, which has "
-            f"{vocabulary}. Use this model's tokenizer, or pass --tokenizer-type NullTokenizer to convert "
+            f"the tokenizer has {size} tokens, more than the model's vocabulary of {vocabulary}. "
+            f"Use this model's tokenizer, or pass --tokenizer-type NullTokenizer to convert "
             "without a tokenizer."
         )
     more = ["--vocab-size", str(vocabulary)] if size < vocabulary else []

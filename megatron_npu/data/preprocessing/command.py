@@ -100,8 +100,8 @@ def _add_shape(add: flags.Add) -> None:
         choices=["mmap", "lazy", "cached"],
         default="mmap",
         help=(
-            "index format: mmap (current Megatron), or lazy or cached (the same format, used "
-            "from 2019 to 2023)"
+            "index format: mmap, which current Megatron reads; or lazy or cached, two names of the "
+            "format that Megatron wrote from 2019 to 2023"
         ),
     )
     add("--split-sentences", action="store_true", help="store each sentence as a sequence, for BERT and T5")

@@ -292,7 +292,9 @@ def _optimizer(add: Add) -> None:
     )
     add_shared(add, "--lr-decay-iters")
     add_shared(
-        add, "--lr-warmup-iters", help="number of iterations in which the learning rate rises from 0 to --lr"
+        add,
+        "--lr-warmup-iters",
+        help="number of iterations over which the learning rate rises from 0 to --lr",
     )
     add("--lr-warmup-fraction", type=_fraction, help="warm-up length as a fraction of the decay iterations")
     add_shared(add, "--weight-decay", "--clip-grad", type=_rate)

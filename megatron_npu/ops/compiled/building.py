@@ -94,7 +94,7 @@ def _openmp() -> Path:
     found = _file_of(torch[0], "GOMP_parallel") if torch else ""
     if "gomp" not in Path(found).name:
         raise UsageError(
-            "torch must be linked to libgomp, like its Linux wheels, but it uses threads from "
+            "torch must be linked against libgomp, as torch's Linux wheels are, but it uses threads from "
             f"{found or 'an unknown library'}",
             remedy=f"Install such a torch, or {_WITHOUT}",
         )

@@ -74,7 +74,7 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _with_our_rotary(forward: FunctionType, name: str, theirs: Rotate) -> FunctionType | None:
-    """Return a copy of ``forward`` in which the global name of the rotation refers to our function.
+    """Return a copy of ``forward`` that calls our function for the rotation.
 
     Other globals do not change.
 

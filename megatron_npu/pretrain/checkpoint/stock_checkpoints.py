@@ -94,8 +94,8 @@ def _of_ranks(path: Path) -> checkpoint_description.CheckpointInfo:
 def _sharded(path: Path, source: Path, values: dict[str, Any]) -> checkpoint_description.CheckpointInfo:
     if not isinstance(values.get("args"), Namespace):
         raise UsageError(
-            f"{source} contains no arguments; it must be a checkpoint of pretrain_gpt.py or of "
-            "`megatron-npu pretrain`",
+            f"{source} contains no arguments; it must be a checkpoint that pretrain_gpt.py or "
+            "`megatron-npu pretrain` has written",
             remedy="Load another checkpoint.",
         )
     return _weights_alone(path, vars(values["args"]), iteration=int(values.get("iteration", 0)))

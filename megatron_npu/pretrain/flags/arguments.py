@@ -238,7 +238,7 @@ def _parallel(add: Add) -> None:
         "--hierarchical-context-parallel-sizes",
         type=positive,
         nargs="+",
-        help="numbers of nearby and of distant ranks for a2a+p2p; their product must be "
+        help="number of nearby ranks and number of distant ranks for a2a+p2p; their product must be "
         "--context-parallel-size",
     )
     add(
@@ -458,7 +458,7 @@ def _optimizer(add: Add) -> None:
     add_shared(
         add,
         "--lr-warmup-iters",
-        help="number of iterations in which the learning rate rises from --lr-warmup-init to --lr",
+        help="number of iterations over which the learning rate rises from --lr-warmup-init to --lr",
     )
     add(
         "--lr-warmup-samples",

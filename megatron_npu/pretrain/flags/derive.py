@@ -70,9 +70,7 @@ def precision(args: Namespace, wanted: str) -> None:
 
 
 def sharding(args: Namespace, wrapper: str | None, strategy: str = "no_shard") -> None:
-    """Set which FSDP shards the weights (``megatron``, ``torch`` or None), and Megatron's sharding
-    strategy.
-    """
+    """Set the FSDP implementation (``megatron``, ``torch`` or None), and Megatron's sharding strategy."""
     args.fully_sharded, args.fsdp_strategy = wrapper, strategy
     if wrapper is not None:
         args.gradient_accumulation_fusion = False  # adds into a buffer that FSDP does not have

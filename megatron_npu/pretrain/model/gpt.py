@@ -216,7 +216,7 @@ def mean_stage(stage: int | None) -> None:
 
 
 def at_ends(stage: int | None = None) -> tuple[bool, bool]:
-    """Return whether a chunk of this process is the model's first, and whether it is the model's last.
+    """Return whether this process holds the model's first chunk, and whether it holds the last one.
 
     Args:
         stage: number of the interleaved chunk; None without interleaving.

@@ -209,7 +209,7 @@ def test_missing_ranks_layers_and_words_are_named(tmp_path):
         content = {"model": nested(whole_model()), "args": Namespace(**{**ARGS, **named})}
         save(tmp_path / f"n{number}", "mp_rank_00", **content, checkpoint_version=3.0)
         [(name, value)] = named.items()
-        refusal = f"{name} must be a number from 0 to less than {2**53}, but it is {value}"
+        refusal = f"{name} must be at least 0 and less than {2**53}, but it is {value}"
         assert refusal in refused(tmp_path / f"n{number}")
     file.write_bytes(b"no archive")
     assert "model_optim_rng.pt" in refused(tmp_path / "d")

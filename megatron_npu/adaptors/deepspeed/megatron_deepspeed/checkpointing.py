@@ -26,8 +26,8 @@ connect_checkpoints(records, _enumerations)
 def refuse_in_one_line(
     original: Callable[..., float], self: Any, cls_value: float, sd_value: float, name: str
 ) -> float:
-    """Report a schedule that differs from the checkpoint's in a short error that uses this upstream's
-    flag names.
+    """Report in one line that a schedule differs from the checkpoint's, with the names of this upstream's
+    flags.
     """
     check = resumed_schedule.refuse_in_one_line
     return check(original, self, cls_value, sd_value, name, flags="lr-scheduler")

@@ -1,4 +1,4 @@
-"""Define the Triton kernels, which only launchers import, at the first launch.
+"""Define the Triton kernels.
 
-Each module of this package imports triton.
+Each module of this package imports triton. Only launchers import these modules, at the first launch.
 """

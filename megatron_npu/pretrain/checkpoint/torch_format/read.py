@@ -75,9 +75,7 @@ class Checkpoint:
         """Return a number from the checkpoint's description, or 0 if it is missing."""
         value = values.get(name) or 0
         if not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-            raise self._damaged(
-                f"{name} must be a number from 0 to less than {_LARGEST}, but it is {value!r}"
-            )
+            raise self._damaged(f"{name} must be at least 0 and less than {_LARGEST}, but it is {value!r}")
         return value
 
     def _require_tables(self, stages: list[Any]) -> None:
