@@ -1,4 +1,4 @@
-"""Process groups that tests leave as garbage end with their threads, and all of them share one that wakes."""
+"""Process groups that tests leave as garbage end: their threads would wake a hundred times per second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests import conftest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted on Linux only")
-MANY = conftest._IDLE // 2 + 1  # each has two threads
+MANY = conftest._IDLE // 3 + 1  # each has three threads
 
 
 @pytest.fixture
@@ -39,13 +39,6 @@ def test_garbage_is_collected(threads: list[int]) -> None:
     conftest._end_idle_threads()
     assert len(os.listdir(conftest._THREADS)) <= before + 3
     assert conftest._left_over["threads"] <= before + 3
-
-
-def test_all_of_them_share_the_thread_that_wakes(threads: list[int]) -> None:
-    """A hundred times per second; by default, each group has one."""
-    names = [(each / "comm").read_text().strip() for each in conftest._THREADS.iterdir()]
-    assert names.count("gloo_tcp_loop") == 1
-    assert threads[1] - threads[0] >= 2 * MANY
 
 
 def test_a_group_of_a_cached_embedding_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
