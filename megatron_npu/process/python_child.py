@@ -44,9 +44,8 @@ def ending_module(name: str, arguments: Sequence[str] = (), options: Sequence[st
     """
     if sys.platform != "linux":
         return module(name, arguments, options)
-    first = f"{_FROM_ELSEWHERE}import ctypes, os; "
-    first += f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
-    first += f"os.getppid() == {os.getpid()} or os._exit(1); "  # this process may have ended before
+    ends = f"{__name__}.end_with({os.getpid()}, {int(signal.SIGKILL)})"
+    first = f"{_FROM_ELSEWHERE}import {__name__}; {ends}; "
     return [sys.executable, *options, "-c", first + _RUN_MODULE, name, *arguments]
 
 
@@ -64,11 +63,26 @@ def end_with_launcher() -> None:
         SystemExit: the launcher has already ended.
     """
     launcher = int(os.environ.get(_LAUNCHER, 0))
-    if not launcher or sys.platform != "linux":
+    if launcher:
+        end_with(launcher, signal.SIGTERM)
+
+
+def end_with(starter: int, number: int) -> None:
+    """Let the kernel send a signal to this process when the process that has started it ends (on Linux).
+
+    Args:
+        starter: the process that has started this one. If it is not the parent, because a server of forks has
+            started this process for it, no signal is sent.
+        number: the signal.
+
+    Raises:
+        SystemExit: the starter has already ended.
+    """
+    if sys.platform != "linux":
         return
-    if os.getppid() == launcher:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if not _is_alive(launcher):
+    if os.getppid() == starter:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if not _is_alive(starter):
         raise SystemExit(1)
 
 

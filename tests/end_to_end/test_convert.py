@@ -351,7 +351,8 @@ def test_bad_input(source, tmp_path, refused):
         source, tmp_path / "m", target="hf"
     )
     assert "config.json" in line(tmp_path / "nowhere", tmp_path / "m")
-    assert "contains no checkpoint" in line(source, tmp_path / "m", origin="megatron", target="hf")
+    told = line(source, tmp_path / "m", origin="megatron", target="hf")
+    assert "requires latest_checkpointed_iteration.txt" in told
     assert "exists" in line(source, source)
     assert "--make-vocab" in line(source, tmp_path / "m", "--make-vocab-size-divisible-by", 0)
     (source / "model.safetensors").rename(tmp_path / "model.safetensors")
