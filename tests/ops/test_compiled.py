@@ -226,7 +226,7 @@ def test_operations_without_the_kernels(without_kernels, dtype):
 
 
 def test_no_compiler_is_said(fresh, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     assert not compiled.usable(HERE)
     ((name, reason),) = dispatch.fallbacks
     assert (name, reason) == (
