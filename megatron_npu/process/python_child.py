@@ -89,7 +89,7 @@ def end_with(starter: int, number: int) -> None:
 def _is_alive(process: int) -> bool:
     """Return False if a process has ended, also if nobody has read its exit code yet."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in "XZ"

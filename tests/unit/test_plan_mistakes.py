@@ -113,7 +113,7 @@ def test_a_rank_that_no_device_holds_is_told_in_one_line(
     monkeypatch.setattr(Ranks, "run", lambda self, job, numbers, memory=None: dict.fromkeys(numbers, found))
     assert command.main(["--devices", "2", "--", "pretrain", "--num-layers", "2"]) == 2
     assert capsys.readouterr().err == (
-        "megatron-npu plan: rank 0 of 2 needs more memory than any device has: layers.py:7 asked for "
+        "megatron-npu plan: rank 0 of 2 needs more memory than any device has: layers.py:7 requested "
         "32768.00 GiB, but a device was assumed to have at most 4096G. Shard the model over more devices, or "
         "reduce it.\n"
     )
@@ -135,7 +135,7 @@ def test_a_rank_of_cuda_has_no_more_memory_than_any_device(monkeypatch: pytest.M
     with pytest.raises(DeviceFullError) as full:
         Allocator(limits[0]).allocate(32768 << 30)
     row = Row(0, 0, 1, {"error": str(full.value), "out_of_memory": True, "asked_by": "layers.py:7"})
-    assert "layers.py:7 asked for 32768.00 GiB, but a device" in command._last_words(row)
+    assert "layers.py:7 requested 32768.00 GiB, but a device" in command._last_words(row)
 
 
 def calling(path: str, expression: str, inner: Any = None) -> Any:

@@ -291,11 +291,7 @@ def _optimizer(add: Add) -> None:
         help="shape of the learning-rate decay after the warm-up",
     )
     add_shared(add, "--lr-decay-iters")
-    add_shared(
-        add,
-        "--lr-warmup-iters",
-        help="number of iterations over which the learning rate rises from 0 to --lr",
-    )
+    add_shared(add, "--lr-warmup-iters", help="iterations over which the learning rate rises from 0 to --lr")
     add("--lr-warmup-fraction", type=_fraction, help="warm-up length as a fraction of the decay iterations")
     add_shared(add, "--weight-decay", "--clip-grad", type=_rate)
     add_shared(add, "--adam-beta1", "--adam-beta2")
