@@ -67,8 +67,11 @@ _INSTEAD: dict[str, tuple[Instead, ...]] = {
 
 # flags that no command has, because an environment variable is for all of them
 _VARIABLES = {
-    "--device": Instead(
-        "--micro-batch-size", "the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE=npu"
+    "--device": (
+        Instead(
+            "--micro-batch-size",
+            "the environment variable MEGATRON_NPU_DEVICE, such as MEGATRON_NPU_DEVICE=npu",
+        ),
     )
 }
 
@@ -84,8 +87,7 @@ def instead_of(flag: str, known: Container[str]) -> str | None:
         An instruction for an error message, such as ``use --swap-optimizer``, or None if there is no
         replacement that the command has.
     """
-    variable = (_VARIABLES[flag],) if flag in _VARIABLES else ()
-    for one in _INSTEAD.get(flag, variable):
+    for one in {**_INSTEAD, **_VARIABLES}.get(flag, ()):
         if one.where in known and all(name in known for name in re.findall(r"--[a-z][\w-]*", one.text)):
             return one.text if one.text.startswith("remove") else f"use {one.text}"
     return None

@@ -79,8 +79,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     script = _script(options.command)
     stock_tools.refuse(script, options.command[1:])
-    if settings.MEGATRON_PATH.get():
-        megatrons.find(*megatrons.named(None))
+    named = megatrons.find(*megatrons.named(None)) if settings.MEGATRON_PATH.get() else None
     if options.cpu_devices:
         os.environ[settings.CPU_DEVICES.name] = str(options.cpu_devices)
     visible_devices.name_for_ascend()
@@ -89,10 +88,9 @@ def main(argv: list[str]) -> int:
     if options.redirect or settings.REDIRECT.enabled():
         plugin.redirect(str(script.parent))
     search_for(script)
-    tree, given = stock_tools.tree_of(script) or script.parent, settings.MEGATRON_PATH.get()
-    if given:
-        _require_own_kind(script, tree, Path(given))
-        _require_named_tree(script)
+    tree = stock_tools.tree_of(script) or script.parent
+    if named:
+        _require_named_tree(script, tree, named)
     else:
         _require_own_tree(script, tree)
     sys.argv = options.command
@@ -158,37 +156,30 @@ def _require_own_tree(script: Path, tree: Path) -> None:
         )
 
 
-def _require_own_kind(script: Path, tree: Path, given: Path) -> None:
-    """Reject a script of one Megatron if the setting names another one, whose modules have other names.
+def _require_named_tree(script: Path, tree: Path, named: megatrons.Upstream) -> None:
+    """Reject a script if the Megatron in ``MEGATRON_LM_PATH`` is of another kind, or is not imported.
 
-    Another version of megatron-core is accepted if Python imports that version (see ``_require_named_tree``),
-    because a script may run with several versions.
+    The modules of another kind have other names. Another version of megatron-core is accepted, because a
+    script may run with several versions. The script's own folder precedes ``MEGATRON_LM_PATH`` on the path,
+    and old Megatrons take precedence anywhere.
     """
-    own, named = megatrons.inside(tree), megatrons.inside(given)
-    if own and named and own.name != named.name:
+    variable, own = settings.MEGATRON_PATH.name, megatrons.inside(tree)
+    meant = f"{variable} names {named.name} {named.version} ({named.root})"
+    if own and own.name != named.name:
         raise UsageError(
-            f"{script.name} belongs to {own.name} {own.version} ({tree}), but {settings.MEGATRON_PATH.name} "
-            f"names {named.name} {named.version} ({given}); a script must run with its own Megatron",
-            remedy=f"Unset {settings.MEGATRON_PATH.name}, or set it to {tree}.",
+            f"{script.name} belongs to {own.name} {own.version} ({tree}), but {meant}; a script must run "
+            "with its own Megatron",
+            remedy=f"Unset {variable}, or set it to {tree}.",
         )
-
-
-def _require_named_tree(script: Path) -> None:
-    """Reject a script if Python would import a Megatron other than the one in ``MEGATRON_LM_PATH``.
-
-    The script's own folder precedes that Megatron on the path, and old Megatrons take precedence anywhere.
-    """
-    named, imported = megatrons.find(*megatrons.named(None)), megatrons.find()
+    imported = megatrons.find()
     if (named.name, named.version) == (imported.name, imported.version):
         return
-    variable = settings.MEGATRON_PATH.name
     remedy = f"Remove {imported.root} from the Python path, or unset {variable}."
     if script.is_relative_to(imported.root):
         remedy = f"Unset {variable}, because a script must run with its own Megatron, or run a script of the "
         remedy += "other."
     raise UsageError(
-        f"{variable} names {named.name} {named.version} ({named.root}), but `import megatron` finds "
-        f"{imported.name} {imported.version} ({imported.root}) first",
+        f"{meant}, but `import megatron` finds {imported.name} {imported.version} ({imported.root}) first",
         remedy=remedy,
     )
 

@@ -12,6 +12,7 @@ from megatron_npu import plugin
 from megatron_npu.base import errors, files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
+from megatron_npu.checkpoint_files.trackers import TRACKER
 from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
 from megatron_npu.conversion.request import Request
 from megatron_npu.conversion.tokenizer import tokenizer_files
@@ -191,7 +192,7 @@ def _check_sizes(request: Request) -> None:
 
 def _require_format(request: Request) -> None:
     """Reject a folder of the other format, which --from and --to name the wrong way round."""
-    files_of = {"hf": "config.json", "megatron": "latest_checkpointed_iteration.txt"}
+    files_of = {"hf": "config.json", "megatron": TRACKER}
     own, other = (Path(request.source, files_of[name]) for name in (request.origin, request.target))
     if other.is_file() and not own.exists():
         raise UsageError(

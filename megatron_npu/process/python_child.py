@@ -17,7 +17,6 @@ _PACKAGES = Path(__file__).resolve().parents[2]
 # ``-c`` puts "" first; Python before 3.11 has no -P, and -I would leave out PYTHONPATH, too
 _FROM_ELSEWHERE = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_LAUNCHER = "_MEGATRON_NPU_LAUNCHER"  # no setting: only this module writes and reads it
 _RUN_MODULE = _FROM_ELSEWHERE + "import runpy; runpy.run_module(sys.argv.pop(1), None, '__main__', True)"
 
 
@@ -47,24 +46,6 @@ def ending_module(name: str, arguments: Sequence[str] = (), options: Sequence[st
     ends = f"{__name__}.end_with({os.getpid()}, {int(signal.SIGKILL)})"
     first = f"{_FROM_ELSEWHERE}import {__name__}; {ends}; "
     return [sys.executable, *options, "-c", first + _RUN_MODULE, name, *arguments]
-
-
-def name_launcher() -> None:
-    """Tell the ranks that this process starts, through the environment, to end with it."""
-    os.environ[_LAUNCHER] = str(os.getpid())
-
-
-def end_with_launcher() -> None:
-    """Let the kernel send SIGTERM to this rank when its launcher ends (on Linux), even by SIGKILL.
-
-    A rank that has connected notices the end itself; before, while it imports, nothing else would tell it.
-
-    Raises:
-        SystemExit: the launcher has already ended.
-    """
-    launcher = int(os.environ.get(_LAUNCHER, 0))
-    if launcher:
-        end_with(launcher, signal.SIGTERM)
 
 
 def end_with(starter: int, number: int) -> None:

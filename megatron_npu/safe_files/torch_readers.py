@@ -26,6 +26,7 @@ from torch import serialization
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.replaced import Replaced
+from megatron_npu.base.view import View
 from megatron_npu.safe_files import expanded_size, safe_load
 from megatron_npu.safe_files.data_unpickler import DataUnpickler
 
@@ -191,17 +192,6 @@ def _load_plain(stream: Any, *args: Any, **kwargs: Any) -> Any:
         raise refusal("a value in the checkpoint's .distcp files", safe_load.refused_name(error)) from error
 
 
-class _Module:
-    """A view of a module in which some names are replaced."""
-
-    def __init__(self, module: ModuleType, **own: Any) -> None:
-        self._module = module
-        vars(self).update(own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def guard(of_megatron: bool = True) -> None:
     """Restrict torch's reader of distributed checkpoints to the listed types.
 
@@ -218,7 +208,7 @@ def guard(of_megatron: bool = True) -> None:
 
 
 def _put(place: ModuleType, name: str, **own: Any) -> None:
-    _replaced.set(place, name, _Module(getattr(place, name), **own))
+    _replaced.set(place, name, View(getattr(place, name), **own))
 
 
 @contextlib.contextmanager

@@ -89,15 +89,19 @@ def ended() -> dict[tuple[str, ...], tuple[Done, str]]:
         return {key: each.result() for key, each in started.items()}
 
 
+def assert_refused(done: Done, pattern: str) -> None:
+    """Check that a command has ended with exit code 2 and a line that matches, without a traceback."""
+    assert done.returncode == 2, done.stderr
+    assert re.search(pattern, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("command", ["pretrain", "train"])
 def test_a_command_ends_early(ended, command: str, case: str) -> None:
     """It took ten minutes, of ``train`` fifteen, and torch's C++ messages were all that was said."""
     done, port = ended[command, case]
-    line = WRONG[case][2]
-    assert done.returncode == 2, done.stderr
-    assert re.search(f"error: .*{line.format(port=port)}", done.stderr), done.stderr
-    assert "Traceback" not in done.stderr
+    assert_refused(done, f"error: .*{WRONG[case][2].format(port=port)}")
 
 
 def test_torchrun_is_ended_early(ended) -> None:
@@ -217,12 +221,9 @@ def torchruns_store_is_foreign(nodes: str, kind: str) -> tuple[Done, str]:
 def test_a_rank_whose_store_is_another_program_ends(ended, command: str, kind: str) -> None:
     """torch's client waits without a limit for the answer of a program that accepts and says nothing."""
     done, port = ended[command, kind]
-    line = FOREIGN[kind][1]
-    assert done.returncode == 2, done.stderr
-    told = rf"error: rank 1 \(.*\) cannot reach MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(.*: {line}\)"
-    assert re.search(told, done.stderr), done.stderr
+    place = rf"MASTER_ADDR:MASTER_PORT 127\.0\.0\.1:{port} \(.*: {FOREIGN[kind][1]}\)"
+    assert_refused(done, rf"error: rank 1 \(.*\) cannot reach {place}")
     assert "choose another one on all machines" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("nodes", "kind"), TORCHRUN_AT)

@@ -129,15 +129,13 @@ def test_ranks_of_train_end_with_a_launcher_that_is_killed_before_they_connect(t
     assert not left
 
 
-def test_a_rank_whose_launcher_has_ended_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_starter_has_ended_does_not_start() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    monkeypatch.setenv(python_child._LAUNCHER, str(ended.pid))
     wait_until(lambda: not python_child._is_alive(ended.pid))  # nobody has read its exit code yet
     with pytest.raises(SystemExit):
-        python_child.end_with_launcher()
+        python_child.end_with(ended.pid, signal.SIGKILL)
     ended.wait()
-    monkeypatch.setenv(python_child._LAUNCHER, str(os.getpid()))
-    python_child.end_with_launcher()
+    python_child.end_with(os.getpid(), signal.SIGKILL)
 
 
 def test_bench(hostile):

@@ -14,7 +14,6 @@ from megatron_npu.options.switches import FULLY, Switches
 from megatron_npu.pretrain.checkpoint import save_folder
 from megatron_npu.pretrain.flags.checks import output
 from megatron_npu.pretrain.run import last_words
-from megatron_npu.process import python_child
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: the input is invalid on one of the ranks.
     """
     if ranks.launched():
-        python_child.end_with_launcher()
+        watchdog.end_with_launcher()  # before what takes time, too: imports, the user's script
     args = arguments.parse(argv)
     if not ranks.launched():
         local = launch.local_processes(args)

@@ -85,7 +85,6 @@ def start(argv: Sequence[str], processes: int) -> int:
     program = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
     store = _meet() if machines() > 1 else _alone()  # kept until the agent has joined its server
     os.environ["PYTHONPATH"] = python_child.search_path()
-    python_child.name_launcher()
     config = LaunchConfig(
         min_nodes=machines(),
         max_nodes=machines(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import pickle
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -159,12 +158,8 @@ def _of_metrics(samples: Samples, own: Path, folder: Path) -> Iterator[Try]:
 def _damaged(samples: Samples, own: Path) -> Iterator[Try]:
     room = samples.room
     for name in _DAMAGED:
-        folder = room.place(f"evaluated {name}")
-        shutil.rmtree(folder)
-        shutil.copytree(samples.checkpoint, folder)
-        [iteration] = folder.glob("iter_*")
-        hostile_checkpoints.CHECKPOINTS[name](iteration, room.mark(name))
-        room.give(folder)
+        change = hostile_checkpoints.CHECKPOINTS[name]
+        folder = samples.changed_checkpoint(f"evaluated {name}", change, room.mark(name))
         words = evaluate(samples, "mine", "--include_path", str(own), "--model_args", f"load={folder}")
         yield Try(_PLACE, f"a checkpoint of another account: {name}", words, REFUSED, limit=400)
 

@@ -100,12 +100,7 @@ def checkpoints(room: Room) -> Iterator[Try]:
     """Yield commands on each hostile checkpoint."""
     samples = Samples(room)
     for name, change in CHECKPOINTS.items():
-        folder = room.place(f"checkpoint {name}")
-        shutil.rmtree(folder)
-        shutil.copytree(samples.checkpoint, folder)
-        [iteration] = folder.glob("iter_*")
-        change(iteration, room.mark(name))
-        room.give(folder)
+        folder = samples.changed_checkpoint(f"checkpoint {name}", change, room.mark(name))
         into = str(room.temporary / f"gathered {name}")
         commands = {
             "generate": samples.generate(folder),

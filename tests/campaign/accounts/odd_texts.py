@@ -24,12 +24,7 @@ def terminals(room: Room) -> Iterator[Try]:
     """Yield commands that report on files with control characters in names and content."""
     samples = Samples(room)
     for name, change in _CHECKPOINTS.items():
-        folder = room.place(f"seen {name}")
-        shutil.rmtree(folder)
-        shutil.copytree(samples.checkpoint, folder)
-        [iteration] = folder.glob("iter_*")
-        change(iteration)
-        room.give(folder)
+        folder = samples.changed_checkpoint(f"seen {name}", change)
         for words in (
             *(["checkpoint", action, str(folder)] for action in ("list", "verify", "inspect")),
             ["checkpoint", "prune", str(folder), "--keep", "1", "--dry-run"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.campaign.accounts import trials
@@ -42,6 +44,22 @@ class Samples:
         if made.verdict != "done":
             raise RuntimeError(f"no checkpoint: {made}")
         return path
+
+    def changed_checkpoint(self, place: str, change: Callable[..., object], *given: Path) -> Path:
+        """Return a copy of the checkpoint that belongs to the other account.
+
+        Args:
+            place: the name of its folder.
+            change: changes the folder of the iteration.
+            given: further arguments of ``change``.
+        """
+        folder = self.room.place(place)
+        shutil.rmtree(folder)
+        shutil.copytree(self.checkpoint, folder)
+        [iteration] = folder.glob("iter_*")
+        change(iteration, *given)
+        self.room.give(folder)
+        return folder
 
     @functools.cached_property
     def passages(self) -> Path:

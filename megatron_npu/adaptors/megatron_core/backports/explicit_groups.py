@@ -17,24 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import backport
+from megatron_npu.base.view import View
 
 _UNTIL = "not fixed up to 0.19.2, #7452/{}"
-
-
-class _Instead:
-    """Proxy for a module or package that overrides some of its names.
-
-    Args:
-        holder: the module.
-        others: the overridden names and their values.
-    """
-
-    def __init__(self, holder: Any, **others: Any) -> None:
-        self._holder = holder
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._holder, name)
 
 
 @contextlib.contextmanager
@@ -44,7 +29,7 @@ def _with(module: str, name: str, **others: Any) -> Iterator[None]:
     """
     holder = importlib.import_module(module)
     kept = getattr(holder, name)
-    setattr(holder, name, _Instead(kept, **others))
+    setattr(holder, name, View(kept, **others))
     try:
         yield
     finally:

@@ -14,19 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around
-
-
-class _Masked:
-    """Proxy for a layer whose ``_proj_and_transformer_layer`` is called with a padding mask."""
-
-    def __init__(self, layer: Any, padding_mask: Tensor | None) -> None:
-        self._layer = layer
-        self._proj_and_transformer_layer = partial(
-            layer._proj_and_transformer_layer, padding_mask=padding_mask
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+from megatron_npu.base.view import View
 
 
 @around(
@@ -59,4 +47,6 @@ def recompute_with_padding(
             flows through it, so it need not be an input of the recomputed function.
         kwargs: upstream's further keyword arguments.
     """
-    return original(_Masked(self, padding_mask), hidden_states, decoder_input, *args, **kwargs)
+    recomputed = partial(self._proj_and_transformer_layer, padding_mask=padding_mask)
+    layer = View(self, _proj_and_transformer_layer=recomputed)
+    return original(layer, hidden_states, decoder_input, *args, **kwargs)
