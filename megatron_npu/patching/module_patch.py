@@ -235,9 +235,7 @@ def _drift_message(verdicts: list[Verdict], context: Context) -> str:
     )
     lines = [f"{each.target} ({each.place}): {each.detail}; patched in {each.ours}" for each in verdicts]
     if context.drift == "error":
-        advice = (
-            f"Use a supported version, or set {ACCEPT} to apply the patches all the same, at your own risk."
-        )
+        advice = f"Use a supported version, or set {ACCEPT} to apply the patches anyway, at your own risk."
     else:
-        advice = "They are applied all the same, except those whose function is gone."
+        advice = "They are applied anyway, except those whose function is gone."
     return "\n  ".join([title, *lines]) + f"\n{advice} For details, run: {CHECK_COMMAND}"

@@ -236,7 +236,7 @@ class _Site:
         """Limit what a template may make of a request as a request is limited: its tokens take memory."""
         if len(text) > self.max_body:
             raise BadRequestError(
-                f"the chat template makes {len(text)} characters of the messages, but a text may have at "
+                f"the chat template turns the messages into {len(text)} characters, but a text may have at "
                 f"most {self.max_body}; send fewer messages",
                 "messages",
             )

@@ -79,12 +79,10 @@ class Upstream:
             raise UsageError(f"{given} is too old; {supported}", remedy=remedy)
         if release >= FIRST_TOO_NEW_CORE:
             if settings.DRIFT.get() != "warn":
-                also = (
-                    f"or set {settings.DRIFT.name}=warn to apply the patches all the same, at your own risk."
-                )
+                also = f"or set {settings.DRIFT.name}=warn to apply the patches anyway, at your own risk."
                 raise UsageError(f"{given} is too new; {supported}", remedy=f"{remedy}; {also}")
             _logger.warning(
-                "%s is newer than the tested versions (%s). The patches are applied all the same; "
+                "%s is newer than the tested versions (%s). The patches are applied anyway; "
                 "the line before the first step lists those whose function has changed",
                 given,
                 supported,

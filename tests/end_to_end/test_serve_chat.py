@@ -102,7 +102,10 @@ def test_without_a_number_of_tokens_as_many_as_fit(server):
     [
         ({"messages": [{"role": "tool", "content": "x"}]}, "rejects the messages: no tools"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "at most 127"),
-        ({"messages": [{"role": "user", "content": "long"}]}, "the chat template makes 16000"),
+        (
+            {"messages": [{"role": "user", "content": "long"}]},
+            "the chat template turns the messages into 16000",
+        ),
         ({"messages": []}, "one or more"),
         ({"max_tokens": 128}, "128 positions"),
         ({"n": 9}, "completions, but at most 8 are allowed per request"),
