@@ -26,6 +26,7 @@ from megatron_npu.upstream import megatrons
 from tests.support import bytecode, held_rows, skipped, warm
 from tests.support.processes import LONGEST
 from tests.support.trees import core_tag
+from tests.support.warm import one_device
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -134,6 +135,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         _name_what_is_no_module()
+        if "torch.distributed.distributed_c10d" in sys.modules:
+            one_device.share()
         gc.freeze()
         gc.enable()
         _left_out["modules"] = len(sys.modules)
@@ -152,7 +155,9 @@ def _name_what_is_no_module() -> None:
 _left_out = {"modules": 0}  # that there were when the collector was last told to leave out what there is
 _MANY = 200  # further ones: Megatron and transformers, which tests import, are 2,000
 _left_over = {"threads": 1}  # of process groups that are still in use
-_IDLE = 60  # further ones: a run in this process leaves about 50
+_IDLE = (
+    150  # further ones: a run in this process leaves about 35, and a collection takes a quarter of a second
+)
 _THREADS = Path("/proc/self/task")
 
 
@@ -178,8 +183,7 @@ def pytest_runtest_teardown(
 def _end_idle_threads() -> None:
     """Collect process groups that tests have left as garbage.
 
-    A thread of each looks for messages a hundred times per second: a third of the time of a worker of the
-    suite was the kernel's.
+    Each has a thread of its own, and one that looks for messages is shared (``one_device``).
     """
     if not _THREADS.is_dir():  # not Linux
         return

@@ -105,8 +105,11 @@ def be_rank(rank: int, ranks: int, folder: Path, device: str, runs: Runs) -> Non
     import torch
     import torch.distributed as dist
 
+    from tests.support.warm import one_device
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    one_device.share()  # the groups of all runs, some of which are garbage
     tempfile.tempdir = str(folder)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     backend = "gloo"

@@ -1,4 +1,4 @@
-"""Process groups that tests leave as garbage end: their threads would wake a hundred times per second."""
+"""Process groups that tests leave as garbage end with their threads, and all of them share one that wakes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ import torch.distributed as dist
 from tests import conftest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted on Linux only")
-MANY = conftest._IDLE // 3 + 1  # each has three threads
+MANY = conftest._IDLE + 1  # each has a thread
+
+
+def _loops() -> int:
+    """Return the number of threads that look for messages."""
+    return [(each / "comm").read_text("ascii").strip() for each in conftest._THREADS.iterdir()].count(
+        "gloo_tcp_loop"
+    )
 
 
 @pytest.fixture
 def threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Leave many groups in a cycle; give the numbers of threads before and with them."""
-    before = len(os.listdir(conftest._THREADS))
+    """Leave many groups in a cycle; give the threads before and with them, and how many new ones wake."""
+    loops, before = _loops(), len(os.listdir(conftest._THREADS))
     monkeypatch.setitem(conftest._left_over, "threads", before)
     gc.disable()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -28,17 +35,24 @@ def threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
     cycle.append(cycle)
     dist.destroy_process_group()
     del cycle
-    yield [before, len(os.listdir(conftest._THREADS))]
+    yield [before, len(os.listdir(conftest._THREADS)), _loops() - loops]
     gc.enable()
     gc.collect()
 
 
 def test_garbage_is_collected(threads: list[int]) -> None:
-    before, with_groups = threads
+    before, with_groups, _ = threads
     assert with_groups - before > conftest._IDLE
     conftest._end_idle_threads()
     assert len(os.listdir(conftest._THREADS)) <= before + 3
     assert conftest._left_over["threads"] <= before + 3
+
+
+def test_all_of_them_share_the_thread_that_wakes(threads: list[int]) -> None:
+    """A hundred times per second; by default, each group has one."""
+    before, with_groups, loops = threads
+    assert loops <= 1
+    assert with_groups - before >= MANY
 
 
 def test_a_group_of_a_cached_embedding_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +72,7 @@ def test_a_group_of_a_cached_embedding_ends(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_few_are_left_to_the_collector(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    before, with_groups = threads
+    before, with_groups, _ = threads
     monkeypatch.setattr(conftest, "_IDLE", with_groups)
     conftest._end_idle_threads()
     assert len(os.listdir(conftest._THREADS)) == with_groups

@@ -32,6 +32,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import one_device
 from fork_ending import Ending, end_before_the_libraries
 
 COLD_SPAWN = "TEST_COLD_SPAWN"  # in the environment of a process: what it spawns is cold
@@ -60,6 +61,7 @@ def main() -> None:
     gc.enable()
     if "torch" in modules:
         _shorten_torchs_ways()
+        one_device.share()
     _shorten_megatrons_ways()
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
