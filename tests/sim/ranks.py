@@ -1,8 +1,8 @@
 """Several ranks of one program without torchrun: each of its processes would import torch anew.
 
-``ranks.py COUNT PROGRAM ARGUMENTS...`` forks the ranks, with ``--torch`` in front after importing torch once
-for all of them, and returns the worst of their results. Each rank gets RANK, WORLD_SIZE and LOCAL_RANK, and
-rendezvous through the file RENDEZVOUS.
+``ranks.py COUNT PROGRAM ARGUMENTS...`` forks the ranks, with ``--torch`` in front after importing torch and
+pytest once for all of them, and returns the worst of their results. Each rank gets RANK, WORLD_SIZE and
+LOCAL_RANK, and rendezvous through the file RENDEZVOUS.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def fork(program: list[str], rank: int, count: int, rendezvous: Path) -> int:
 def main() -> int:
     arguments = sys.argv[1:]
     if arguments[0] == "--torch":
+        import pytest  # noqa: F401
         import torch  # noqa: F401  (brings torch_npu with it)
 
         arguments = arguments[1:]
