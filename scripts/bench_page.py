@@ -44,9 +44,10 @@ _WORDS = {
     r"no OOM here: a rank needs (\d+) MB or more by arithmetic, and has them; .*": (
         r"no OOM here: a rank needs only \1 MB or more by arithmetic"
     ),
-    r"while a step lasts autocast holds 16-bit copies of the weights, (\d+) MB, and halves activations of which "
-    r"(\d+) MB or more are left": r"autocast adds \1 MB of 16-bit weights and halves the activations, of which \2 MB "
-    "or more remain",
+    r"while a step lasts autocast holds 16-bit copies of the weights, (\d+) MB, and halves activations of "
+    r"which (\d+) MB or more are left": (
+        r"autocast adds \1 MB of 16-bit weights and halves the activations, of which \2 MB or more remain"
+    ),
     r"(\d+ x \d+ steps) after 3 that do not count; mixed is bf16": r"\1",
 }
 
