@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from marked import finish, inserted
@@ -42,7 +43,7 @@ _WORDS = {
         "the repeats differ by more than the two rows"
     ),
     r"no OOM here: a rank needs (\d+) MB or more by arithmetic, and has them; .*": (
-        r"no OOM here: a rank needs only \1 MB or more by arithmetic"
+        r"no OOM here: a rank needs only \1 MB or more by arithmetic  "
     ),
     r"while a step lasts autocast holds 16-bit copies of the weights, (\d+) MB, and halves activations of "
     r"which (\d+) MB or more are left": (
@@ -57,29 +58,47 @@ def _reworded(table: str) -> str:
     table = _NOTES.sub("", table)
     for old, new in _WORDS.items():
         table = re.sub(old, new, table)
-    return (_not_started(table) if "] not started: " in table else _without_empty_columns(table)).strip()
+    return (_not_started(table) if "] not started: " in table else _one_table(table)).strip()
 
 
-def _without_empty_columns(table: str) -> str:
-    """Return a recorded table without columns in which nothing was measured, and without padding."""
-    lines: list[str] = []
-    for is_rows, group in itertools.groupby(table.splitlines(), lambda line: line.startswith("|")):
-        if not is_rows:
-            lines += group
-            continue
-        rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in group]
-        empty = {
-            column
-            for column, cells in enumerate(zip(*rows, strict=True))
-            if all(cell == "-" or cell.startswith("NA") for cell in cells[2:]) and "document" not in cells[0]
-        }
-        empty |= {
-            column - 1 for column in empty if "document" in rows[0][column - 1]
-        }  # with nothing beside it
-        rows[1] = ["---"] * len(rows[0])
-        kept = [column for column in range(len(rows[0])) if column not in empty]
-        lines += [f"| {' | '.join(row[column] for column in kept)} |" for row in rows]
-    return "\n".join(lines)
+def _one_table(table: str) -> str:
+    """Return a recorded table with its ratios in the same rows, without columns in which nothing is."""
+    lines = table.splitlines()
+    starts = [at for at, line in enumerate(lines) if line.startswith("|---") or line.startswith("| ---")]
+    values, ratios = (list(itertools.takewhile(_is_row, lines[at - 1 :])) for at in starts)
+    names, ratio_names = _cells(values[0]), _cells(ratios[0])
+    keys = sum(name in ratio_names for name in names)  # the columns that name a row
+    of = {tuple(map(_name, _cells(row)[:keys])): _cells(row)[keys:] for row in ratios[2:]}
+    rows = []
+    for row in values[2:]:
+        cells = _cells(row)
+        found = of.get(tuple(map(_name, cells[:keys])), [""] * len(ratio_names[keys:]))
+        rows.append([*cells, *found])
+    head = [*names, *ratio_names[keys:]]
+    empty = {at for at in range(keys, len(head)) if all(re.match(r"-?$|NA", row[at]) for row in rows)}
+    empty |= {at - 1 for at in empty if "document" in head[at - 1]}  # with nothing beside it
+    kept = [at for at in range(len(head)) if at not in empty]
+    said = [_row(head[at] for at in kept), "|---" * len(kept) + "|"]
+    said += [_row(row[at] for at in kept) for row in rows]
+    end = starts[1] - 1 + len(ratios)
+    return "\n".join([*lines[: starts[0] - 1], *said, *lines[end:]])
+
+
+def _is_row(line: str) -> bool:
+    return line.startswith("|")
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def _name(cell: str) -> str:
+    """Return the cell that names a row without its references to notes."""
+    return cell.partition("[")[0].strip()
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _not_started(table: str) -> str:
