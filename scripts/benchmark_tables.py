@@ -48,7 +48,7 @@ this page was measured on an NPU.
 "Stock" refers to megatron-core's own unfused code. "The redirection" is the minimum set of patches with which
 stock Megatron runs on a device. "The floor" is the time that torch needs for the matrix products of a
 training step alone. A first step begins a median step before its end. In the tables of runs, ratios are of
-tokens per second.
+tokens per second, and a goal is met unless the cell says otherwise.
 """
 
 
@@ -77,17 +77,19 @@ class Goal(NamedTuple):
 
 
 def runs_table(goals: list[Goal]) -> list[str]:
-    """Return the goals of runs as a table with a row for each run."""
-    lines = ["| run | measured (goal) |", "|---|---|"]
+    """Return the goals of runs as a table with a row for each run and a column for each measured value."""
+    columns = list(dict.fromkeys(goal.what for goal in goals))
+    lines = [f"| measured (goal) | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for run in dict.fromkeys(goal.run for goal in goals):
-        cells = (
-            f"{found} {goal.what} ({aim}, {verdict})"
-            for goal in goals
-            if goal.run == run
-            for aim, found, verdict in [goal.judged().split(" | ")]
-        )
-        lines.append(f"| {run} | {'; '.join(cells)} |")
+        cells = {goal.what: _cell(goal) for goal in goals if goal.run == run}
+        lines.append(f"| {run} | {' | '.join(cells.get(what, '') for what in columns)} |")
     return [*lines, ""]
+
+
+def _cell(goal: Goal) -> str:
+    """Return the measured value and the goal, and whether it is missed."""
+    aim, found, verdict = goal.judged().split(" | ")
+    return f"{found} ({aim})" if verdict == "met" else f"{found} ({aim}, {verdict})"
 
 
 def memory_of_training(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
@@ -389,11 +391,10 @@ def ranks(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 def convert_memory(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goal for the memory of each conversion."""
-    before = {(row["model"], row["dtype"], row["to"]): row["process_over_file"] for row in data["before"]}
     for row in data["runs"]:
         which = row["model"], row["dtype"], row["to"]
         run = f"memory of convert, {which[0]} {which[1]}, relative to the size of the weights"
-        what = f"to {which[2]}, from {before[which]:.1f} before"
+        what = f"to {which[2]}"
         yield Goal(what, row["process_over_file"], most=1.3, run=run)
 
 
@@ -403,7 +404,7 @@ def train_hf(name: str, data: dict[str, Any]) -> Iterator[Goal]:
     for ways, ratio in data["ratios"].items():
         size = f"{model['layers']} layers, {model['batch']} x {model['seq_length']} tokens"
         least = 1.2 if ways.endswith("compile") else 1.5
-        yield Goal(f"for {ways}", ratio, least=least, run=f"{model['model']}, {size}, {data['dtype']}, speed")
+        yield Goal(ways, ratio, least=least, run=f"{model['model']}, {size}, {data['dtype']}, speed")
 
 
 def hf_losses(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
