@@ -96,8 +96,13 @@ def _bytes(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _when(found: dict[str, dict[str, Any]]) -> str:
-    pairs = dict.fromkeys((row["day"], row["commit"]) for row in found.values())
-    return "; ".join(f"{day}, commit {commit}" for day, commit in pairs)
+    """Return the days and the commits of the rows."""
+    commits: dict[str, list[str]] = {}
+    for day, commit in dict.fromkeys((row["day"], row["commit"]) for row in found.values()):
+        commits.setdefault(day, []).append(commit)
+    return "; ".join(
+        f"{day}, commit{'s' if len(own) > 1 else ''} {', '.join(own)}" for day, own in commits.items()
+    )
 
 
 def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -107,8 +112,8 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
         "## Mistakes",
         "",
         "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none).",
-        "The table shows the last line of each job of the built-in trainer. Other programs ran on the",
-        "machine, so the seconds are upper bounds.",
+        "The table shows the first sentence of the last line of each job of the built-in trainer. Other programs",
+        "ran on the machine, so the seconds are upper bounds.",
         f"{_when(found)}: {right} of {len(found)} as expected.",
         "",
         "| job | exit code | seconds | said |",
@@ -116,7 +121,8 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for name, row in found.items():
         if name.startswith("driver/") or not row["right"]:
-            last = row["said"][-1].replace("|", "/")[:160] if row["said"] else ""
+            last = row["said"][-1].replace("|", "/") if row["said"] else ""
+            last = last.removeprefix("megatron-npu pretrain: error: ").partition(". ")[0][:160]
             wrong = "" if row["right"] else " (not as expected)"
             said.append(f"| {name} | {row['code']}{wrong} | {row['seconds']} | {last} |")
     others: dict[str, list[str]] = {}
