@@ -132,8 +132,8 @@ Run on two such machines later (2026-11-27, commit 98dce006):
   losses equal those of torchrun.
 - The command of the tutorial's section on simulated NPUs (two iterations): both launchers ended with exit
   code 0.
-- `--exit-duration-in-mins 1` on two machines: the run stopped at iteration 8 (`stopping at iteration 8:
-  exit-duration`) and saved it.
+- `--exit-duration-in-mins 1` on two machines: the run saved iteration 8 and stopped
+  (`stopping at iteration 8: exit-duration`).
 
 The scripts of 0.19.1 and 0.20.0 were also killed during their second save to moto's S3 (same commit), while
 the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a disk.
