@@ -50,6 +50,8 @@ _WORDS = {
         r"autocast adds \1 MB of 16-bit weights and halves the activations, of which \2 MB or more remain"
     ),
     r"(\d+ x \d+ steps) after 3 that do not count; mixed is bf16": r"\1",
+    r"; torch 2\.13\.0\+cpu, .*": "",
+    r"^(?:Pre-training|Fine-tuning) of .*\n\n": "",
 }
 
 
@@ -57,7 +59,7 @@ def _reworded(table: str) -> str:
     """Return a recorded table without the notes that all tables have."""
     table = _NOTES.sub("", table)
     for old, new in _WORDS.items():
-        table = re.sub(old, new, table)
+        table = re.sub(old, new, table, flags=re.M)
     return (_not_started(table) if "] not started: " in table else _one_table(table)).strip()
 
 
