@@ -264,21 +264,22 @@ def optimizer_memory(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
 
 def layer_options(name: str, data: dict[str, Any]) -> Iterator[Goal | str]:
     """Yield launches, peak memory and bytes moved in a step, with and without single options."""
+    yield (
+        "Launches and peak memory of a step without → with an option. The losses of three steps are bitwise "
+        "equal unless a largest difference is given.\n"
+    )
     for option, row in data["options"].items():
-        apart = row["losses_differ_by"]
-        losses = (
-            "losses of three steps bitwise equal" if apart == 0 else f"losses differ by at most {apart:.1g}"
-        )
-        before, after = row["without"], row["with"]
-        moved = (
-            f", {after['moved'] / 2**20:.2f} MiB moved to the host and back" if after["moved"] > 2**20 else ""
-        )
+        apart, before, after = row["losses_differ_by"], row["without"], row["with"]
+        moved = after["moved"] / 2**20
         which = " (redirection, with the option)" if row["before"] == "redirection" else ""
-        yield (
-            f"- {option} ({row['style']}, {row['layers']} layers, {row['sequence']} tokens): launches "
-            f"{before['launches']}{which} → {after['launches']}, peak {before['peak'] / 2**20:.2f} → "
-            f"{after['peak'] / 2**20:.2f} MiB{moved}; {losses}"
-        )
+        told = [
+            f"launches {before['launches']}{which} → {after['launches']}",
+            f"peak {before['peak'] / 2**20:.2f} → {after['peak'] / 2**20:.2f} MiB",
+            *([f"{moved:.2f} MiB moved to the host and back"] if moved > 1 else []),
+            *([f"losses differ by {apart:.1g}"] if apart else []),
+        ]
+        shape = f"{row['style']}, {row['layers']} layers, {row['sequence']} tokens"
+        yield f"- {option} ({shape}): {', '.join(told)}"
 
 
 def _arithmetic(data: dict[str, Any]) -> dict[tuple[str, str], float]:
