@@ -140,7 +140,7 @@ def kernels(files: dict[str, Any]) -> Iterator[str]:
         yield note_of(found)
         yield f"The kernels take {total:.1f} ms in total{waits}. The longest are:\n"
         yield "| kernel | ms | calls |\n|---|---|---|"
-        for row in rows[:16]:
+        for row in rows[:8]:
             yield f"| `{row['kernel'][:70]}` | {row['milliseconds']:.2f} | {row['calls']:.0f} |"
         yield ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ COMMANDS = {
     "train": "`train`",
     "stock-0.16.1": "0.16.1",
     "stock-285068c8": "285068c8",
-    "deepspeed": "Megatron-DeepSpeed 8387ae17",
+    "deepspeed": "8387ae17",
 }
 HARMS = {
     "private-save": "each machine has a private disk at the path of `--save`: the run fails at its start and "
@@ -58,16 +59,16 @@ HARMS = {
     "machines: losses match an uninterrupted run of one process to within 1e-4",
 }
 LAYOUTS = {
-    "": "2 machines, data parallel (`killed`: 3)",
-    "data-parallel": "2 machines, data parallel",
-    "pipeline": "2 machines, 2 pipeline stages",
-    "tensor-in-data-across": "2 machines of 2 ranks, tensor parallel inside",
-    "data-parallel-of-four": "2 machines of 2 ranks, data parallel",
-    "three-machines": "3 machines, data parallel",
-    "pipeline-of-three": "3 machines, 3 pipeline stages",
-    "npu": "2 machines with a simulated NPU each, data parallel",
-    "npu-pipeline": "2 machines with a simulated NPU each, 2 pipeline stages",
-    "npu-tensor-in-data-across": "2 machines with 2 simulated NPUs each, tensor parallel inside",
+    "": "DP 2",
+    "data-parallel": "DP 2",
+    "pipeline": "PP 2",
+    "tensor-in-data-across": "TP 2 × 2",
+    "data-parallel-of-four": "DP 2 × 2",
+    "three-machines": "DP 3",
+    "pipeline-of-three": "PP 3",
+    "npu": "NPU DP 2",
+    "npu-pipeline": "NPU PP 2",
+    "npu-tensor-in-data-across": "NPU TP 2 × 2",
 }
 HEAD = """# Faults of several machines
 
@@ -90,37 +91,27 @@ python -m tests.campaign.machines --missing --output benchmarks/results/machines
 {passed} of {run} trials ended as they should{failed}. {missing}
 
 The trials shared two cores with other work, so their durations are not listed. For each fault, the list names
-the commands and layouts with which the trials ended as they should.
+the commands and layouts with which the trials ended as they should. *All* commands are `pretrain`, `train`,
+and the scripts of 0.16.1, 285068c8 and Megatron-DeepSpeed 8387ae17. "DP 2" is data parallelism on two
+machines of one rank, "PP" pipeline stages, "TP 2 × 2" tensor parallelism inside two machines of two ranks,
+and "NPU" a simulated NPU per rank. `killed` has three machines in its first layout.
 
 ## Trials
 """
 TAIL = """## Found by these trials
 
-- A torchrun that joins an elastic run later counts restarts from 0. The ranks looked for each other under
-  different names in the store, and waited for ten minutes.
-- The stock script of 285068c8 ended with exit code 1 if no rank on a machine had written a file of the
-  checkpoint.
-- The links of the simulated HCCL were closed before the peers had read the reason why a rank ended.
-- After a machine was killed, a rank that had reported it did not always end: its exit waited for operations
-  with the lost rank. SIGALRM now ends such a process after 5 s.
+Fixed since: ranks of an elastic run waited ten minutes, because a torchrun that joins later counts restarts
+from 0; the stock script of 285068c8 ended with exit code 1 if no rank on a machine had written a file of the
+checkpoint; the simulated HCCL closed its links before the peers had read why a rank ended; and a rank that
+had reported a killed machine did not always end (SIGALRM now ends it after 5 s). On simulated NPUs, on a busy
+host, torchrun took more than 30 s to exit: four trials failed at nice 17 and passed at nice 2.
 
-- On simulated NPUs, at a low priority on a busy host, torchrun took more than 30 s to exit: four such trials
-  failed at nice 17 and passed at nice 2.
-- The first version of the limited wait mistook a child process of torch_npu for a rank, so that torchrun on
-  the first machine of a simulated NPU run did not report the machine that did not come.
-
-Slurm 22.05.8 (one node, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` and `torchrun.sbatch`
-(0.16.1, two ranks) with small sizes, on CPUs. The first one trained and saved six iterations with tensor
-parallel size 2. After two corrections (`--legacy-tokenizer`, and torchrun's static rendezvous, which kept its
-store), the second one trained; after SIGKILL of a rank it resumed from iteration 108, and at SIGTERM it saved
-iteration 127. OpenMPI 4.1.4 (`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size
-2: the four printed losses equal those of torchrun. The new trials of this date at commit b652238f ran with
-the changes of commit f83d8f7b to the campaign.
-
-Runs that keep their checkpoints in object storage (`tests/campaign/object_storage.py`, moto's S3, 0.16.1,
-2026-11-27, commit cc563652) behaved as expected: the losses are those of a run that saves to a disk, each
-complete checkpoint contains `_SUCCESS`, and after a kill during the second save the next run resumes from the
-first checkpoint.
+Slurm 22.05.8 (one node, CPUs, 2026-11-27, commit b652238f) ran `examples/cluster/srun.sbatch` and
+`torchrun.sbatch` (0.16.1, two ranks) with small sizes: six iterations with tensor parallel size 2; and a
+training that resumed from iteration 108 after SIGKILL of a rank, and saved iteration 127 at SIGTERM. OpenMPI
+4.1.4 (`mpirun -np 2`) ran `pretrain` and the script of 0.16.1 with data parallel size 2: the four printed
+losses equal those of torchrun. The trials of this commit ran with the changes of commit f83d8f7b to the
+campaign. Object storage with 0.16.1 (commit cc563652) behaved as in the table above.
 
 Run on two such machines (2026-11-27, commit 495883fd):
 
@@ -132,9 +123,7 @@ Run on two such machines (2026-11-27, commit 495883fd):
   pipeline stages): after the loss of one disk, that machine fetched the checkpoint, and the run resumed.
 - Tasks with the variables of `srun` (`pretrain`), and pods with those of a PyTorchJob and an AscendJob, whose
   rank table was completed after 25 seconds (`train`), trained one model.
-- The scripts of 0.19.1 and 0.20.0 with `--enable-msc` (`tests/campaign/object_storage.py`): each checkpoint
-  in moto's S3 contains `_SUCCESS`, the losses equal those of a run that saves to a disk, also after a resume
-  with `--async-save`, and the unsupported flags were refused.
+- The scripts of 0.19.1 and 0.20.0 with `--enable-msc`, also resumed with `--async-save`: as in the table.
 
 Run on two such machines later (2026-11-27, commit 98dce006):
 
@@ -143,17 +132,16 @@ Run on two such machines later (2026-11-27, commit 98dce006):
   losses equal those of torchrun.
 - The command of the tutorial's section on simulated NPUs (two iterations): both launchers ended with exit
   code 0.
-- `--exit-duration-in-mins 1` on two machines: the run stopped at iteration 8 (`stopping at iteration 8:
-  exit-duration`) and saved it.
+- `--exit-duration-in-mins 1` on two machines: the run saved iteration 8 and stopped
+  (`stopping at iteration 8: exit-duration`).
 
 The scripts of 0.19.1 and 0.20.0 were also killed during their second save to moto's S3 (same commit), while
 the storage stood still: the next run resumed from iteration 2, and the losses equal those of a run on a disk.
 Since 0.19, upstream's second report after a start is the mean of the first two steps, for which a comparison
 with an uninterrupted run must allow.
 
-A copy to object storage that took one of two ranks 90 seconds, with `--distributed-timeout-minutes 1` (commit
-780bb69f): the run trained on to its last iteration. Before, the other rank waited in a collective, and the
-run ended with exit code 1 before the copy was done.
+With a copy to object storage that took one of two ranks 90 seconds, and `--distributed-timeout-minutes 1`,
+the run trained to its last iteration (fixed in commit 780bb69f).
 
 The short form in the test suite (`tests/distributed/test_two_machines.py`) starts two launchers, each with
 its own folder. It tests that a private `--save` is rejected, and that a run can resume from the parts of a
@@ -177,28 +165,22 @@ COLUMNS = {
 }
 COVERED_HEAD = """## What is not covered
 
-Number of the commands with which each fault was tried, of five with data parallelism (DP) and of four
-with two or three pipeline stages (PP) or tensor parallelism inside machines and data parallelism across
-them (TP): `train` has these two only for models of megatron-core. The number of machines follows the
-layout.
+Number of the commands with which each fault was tried, by layout and machines: of five with DP, and of four
+with PP and TP, which `train` has only for models of megatron-core.
 
 """
 COVERED_TAIL = """
 Not tried on simulated NPUs: three machines. Not tried at all: tensor parallelism on three machines. The
 reasons:
 
-- `private-save`, `loopback`, `firewall`, `wrong-address` and `hccl-address` end a run at its start,
-  before there are groups of a layout. They are found by code that is the same on all devices and does
-  not read the layout.
-- `parts`, `private-load` and `preempted` depend on which rank writes which file, so the campaign lists
-  them with pipeline stages, too, with one script of megatron-core and with `pretrain`. The files are
-  written in the same way on a simulated NPU.
-- `cut-for-a-while` depends on the transport (gloo, or the simulated HCCL's sockets) rather than on the
-  layout.
-- Three machines differ from two in that there is a rank that neither fails nor serves the store.
-- `kernels`, `elastic` and `doctor` were tried with the commands that compile kernels or can run
-  elastically.
-- Each such trial needs about a minute of two cores; the whole product would be 624 trials.
+- `private-save`, `loopback`, `firewall`, `wrong-address` and `hccl-address` end a run at its start, in code
+  that is the same on all devices and does not read the layout.
+- `parts`, `private-load` and `preempted` depend on which rank writes which file, and therefore also ran with
+  pipeline stages. The files are written in the same way on a simulated NPU.
+- `cut-for-a-while` depends on the transport (gloo, or the simulated HCCL's sockets), not on the layout.
+- Three machines differ from two in that one rank neither fails nor serves the store.
+- `kernels`, `elastic` and `doctor` ran with the commands that compile kernels or can run elastically.
+- Each trial needs about a minute of two cores; the whole product would be 624 trials.
 
 """
 
@@ -283,7 +265,8 @@ def _lists(rows: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     for layout, cells in rows.items():
         commands = [COMMANDS[name] for name in COMMANDS if name in cells and not cells[name]["faults"]]
         if commands:
-            passed.setdefault(", ".join(commands), []).append(LAYOUTS[layout])
+            told = "all" if len(commands) == len(COMMANDS) else ", ".join(commands)
+            passed.setdefault(told, []).append(LAYOUTS[layout])
     return [f"  - {commands}: {'; '.join(layouts)}" for commands, layouts in passed.items()]
 
 
@@ -307,15 +290,10 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _commits(found: dict[str, Any]) -> str:
-    by: dict[tuple[str, str], list[str]] = {}
-    for name, row in found.items():
-        by.setdefault((row["date"], row["commit"]), []).append(name)
-    lines = ["## Dates and commits", ""]
-    largest = max(by, key=lambda each: len(by[each]))
-    for (date, commit), names in sorted(by.items()):
-        which = "all others" if (date, commit) == largest else ", ".join(f"`{name}`" for name in names)
-        lines.append(f"- {date}, commit {commit}, {len(names)} trials: {which}.")
-    return "\n".join([*lines, ""])
+    """Return the section on how many trials were run on which day at which commit."""
+    by = Counter((row["date"], row["commit"]) for row in found.values())
+    told = [f"{date}, commit {commit}: {count}" for (date, commit), count in sorted(by.items())]
+    return f"## Dates and commits\n\nTrials: {'; '.join(told)}. The results file names those of each.\n"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,10 @@ def lines(found: dict[str, dict[str, Any]], repeated: dict[str, dict[str, Any]] 
     for name, ranks in same.items():
         tree, _, layout = name.rpartition("/")
         trees.setdefault(tree, []).append(f"`{layout}` {_peaks(ranks)}")
-    said += [f"- {_title(tree)}: {', '.join(layouts)}" for tree, layouts in trees.items()]
+    equal_trees: dict[str, list[str]] = {}
+    for tree, layouts in trees.items():
+        equal_trees.setdefault(", ".join(layouts), []).append(_title(tree))
+    said += [f"- {'; '.join(titles)}: {layouts}" for layouts, titles in equal_trees.items()]
     others = [_line(name, row["ranks"]) for name, row in found.items() if name not in same]
     if others:
         said += [
@@ -85,7 +88,6 @@ def again(found: dict[str, dict[str, Any]], repeated: dict[str, dict[str, Any]])
         )
         others = ", ".join(f"`{name}`" for name in own if name not in same)
         said += [f"Not equal, or with other bytes: {others}."] if others else []
-        said.append(f"They are {', '.join(f'`{name}`' for name in own)}.")
     return ["", *said]
 
 
@@ -94,8 +96,13 @@ def _bytes(ranks: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _when(found: dict[str, dict[str, Any]]) -> str:
-    pairs = dict.fromkeys((row["day"], row["commit"]) for row in found.values())
-    return "; ".join(f"{day}, commit {commit}" for day, commit in pairs)
+    """Return the days and the commits of the rows."""
+    commits: dict[str, list[str]] = {}
+    for day, commit in dict.fromkeys((row["day"], row["commit"]) for row in found.values()):
+        commits.setdefault(day, []).append(commit)
+    return "; ".join(
+        f"{day}, commit{'s' if len(own) > 1 else ''} {', '.join(own)}" for day, own in commits.items()
+    )
 
 
 def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -105,8 +112,8 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
         "## Mistakes",
         "",
         "`python -m tests.sim.dry_mistakes` plans jobs of two devices with one mistake each (`right`: none).",
-        "The table shows the last line of each job of the built-in trainer. Other programs ran on the",
-        "machine, so the seconds are upper bounds.",
+        "The table shows the first sentence of the last line of each job of the built-in trainer. Other",
+        "programs ran on the machine, so the seconds are upper bounds.",
         f"{_when(found)}: {right} of {len(found)} as expected.",
         "",
         "| job | exit code | seconds | said |",
@@ -114,11 +121,17 @@ def mistakes(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for name, row in found.items():
         if name.startswith("driver/") or not row["right"]:
-            last = row["said"][-1].replace("|", "/")[:160] if row["said"] else ""
+            last = row["said"][-1].replace("|", "/") if row["said"] else ""
+            last = last.removeprefix("megatron-npu pretrain: error: ").partition(". ")[0][:160]
             wrong = "" if row["right"] else " (not as expected)"
             said.append(f"| {name} | {row['code']}{wrong} | {row['seconds']} | {last} |")
-    others = [f"`{name}`" for name, row in found.items() if row["right"] and not name.startswith("driver/")]
-    said += ["", f"As expected, too: {', '.join(others)}."] if others else []
+    others: dict[str, list[str]] = {}
+    for name, row in found.items():
+        tree, _, job = name.rpartition("/")
+        if row["right"] and tree != "driver":
+            others.setdefault(f"`{job}`", []).append(tree)
+    told = "; ".join(f"{job} ({', '.join(trees)})" for job, trees in sorted(others.items()))
+    said += ["", f"Also as expected: {told}."] if told else []
     return said
 
 

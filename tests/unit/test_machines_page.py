@@ -41,8 +41,8 @@ def test_failed_trials_and_those_not_run_are_named(script) -> None:
     )
     assert "1 of 2 trials ended as they should; not: `cut-npu-pipeline/driver` (machine 1 lived on)." in text
     assert "Not run: `killed/train`." in text
-    assert "| 2 machines with a simulated NPU each, 2 pipeline stages | **no** | - | - | - | - |" in text
-    assert "- 2026-01-02, commit abc1234, 2 trials: all others." in text
+    assert "| NPU PP 2 | **no** | - | - | - | - |" in text
+    assert "2026-01-02, commit abc1234: 2." in text
     assert "| `train` | 0.19.2 | `s3://` | no: losses differ | 2026-01-02, abc1234 |" in text
     assert "| `cut` | 1 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |" in text  # both were tried, whatever came of it
     assert "| `train` | 0.19.2 | `s3://` | yes (one process) |" in text
