@@ -6,7 +6,7 @@ _MOST = 18  # digits, which fit in 64 bits
 
 
 def number(text: str) -> int | None:
-    """Convert a text that consists of decimal digits to an integer.
+    """Convert a string of decimal digits to an integer.
 
     Return None for other texts and for more than 18 digits.
 

@@ -143,7 +143,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many kinds, with pages of advice
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{file} must contain only tensors, but it cannot be loaded as such: {reason}. Use the "
+            f"{file} cannot be loaded as a file that contains only tensors: {reason}. Use the "
             "safetensors file."
         ) from error
 

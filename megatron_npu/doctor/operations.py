@@ -72,7 +72,7 @@ def _dropout_error(output: Tensor, x: Tensor, residual: Tensor) -> float:
     share = (nearest == dropped).float().mean()
     # 32,768 decisions: the standard deviation of the share is 0.0024
     if abs(share - 0.25) >= 0.015:
-        raise ArithmeticError(f"{share:.3f} of the values were dropped, but a share of 0.25 was expected")
+        raise ArithmeticError(f"{share:.3f} of the values were dropped; expected 0.25")
     return verify.relative_error(ours, nearest)
 
 

@@ -297,7 +297,7 @@ class Rank:
             self._tell(self._board.judge(verdict))
 
     def _tell(self, verdict: str) -> None:
-        """Print the verdict, and end this process unless its main thread does so."""
+        """Print the verdict, and end this process if its main thread does not end it first."""
         print(f"megatron_npu: rank {self._rank} exits: {verdict}", file=sys.stderr, flush=True)
         if "\n" in verdict:  # a hang, and where each rank stands is of interest
             stacks.print_now()

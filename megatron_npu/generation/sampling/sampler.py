@@ -264,7 +264,7 @@ class _Batch:
         return torch.stack(draws)
 
     def _note(self, row: int, length: int, token: int, details: list[float]) -> None:
-        """Record the token of a row at position ``length``, or the end of the row's text."""
+        """Record a row's token at position ``length``, or mark the row's text as finished."""
         sample = self.samples[row]
         if details:
             logprob, *rest = details

@@ -30,7 +30,7 @@ LEVELS = 1 << 16  # of probabilities: as kLevels
 
 
 class Weighting(NamedTuple):
-    """The parameters of the attention weights ``gain · kept(softmax(scale · query · keyᵀ))``.
+    """The settings for computing attention weights, ``gain · dropout(softmax(scale · query · keyᵀ))``.
 
     Query i sees keys ``[begin + i, end + i)``, as far as they exist; each query sees at least one key.
 

@@ -1,4 +1,4 @@
-"""Compute the router of a mixture of experts, which selects experts for each token and weights them.
+"""Compute the routing of a mixture of experts: select experts for each token, and weight them.
 
 Source: ``topk_routing_with_score_function``, ``compute_routing_scores_for_aux_loss`` and
 ``switch_load_balancing_loss_func`` of megatron-core (``transformer/moe/moe_utils.py``, 0.19.2), unfused.

@@ -59,7 +59,7 @@ class Residual(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors for the backward pass: the norm's input, means (layer norm) and inverse deviations."""
+    """Tensors for the backward pass: the norm's input, means (layer norm), reciprocal deviations."""
 
     x: Tensor
     means: Tensor

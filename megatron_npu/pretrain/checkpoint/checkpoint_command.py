@@ -102,7 +102,7 @@ def _add_gather(actions: Any) -> None:
         "directories",
         nargs="+",
         metavar="DIR",
-        help="one folder per machine, as passed to --save there (mounted or copied)",
+        help="one folder per machine: the folder that --save names on that machine, mounted or copied here",
     )
     action.add_argument(
         "--into", required=True, metavar="DIR", help="folder to create for the joined checkpoint"

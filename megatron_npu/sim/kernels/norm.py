@@ -52,7 +52,10 @@ def npu_add_layer_norm(
     epsilon: float = 1e-5,
     additional_output: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the layer norm of ``x1 + x2``, its fp32 mean and inverse deviation, and the sum if requested."""
+    """Return the layer norm of ``x1 + x2``, its fp32 mean, its reciprocal deviation and the sum itself.
+
+    The sum is empty unless it is requested.
+    """
     total = x1 + x2
     x, dims = total.float(), _normalised(total, gamma)
     mean = x.mean(dims, keepdim=True)
