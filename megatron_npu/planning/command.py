@@ -104,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
         "--bench",
         type=Path,
         metavar="FILE",
-        help="calibrate the time estimates of --search with a table that `bench --suite 3d --json FILE` wrote "
-        "on devices of the same type",
+        help="calibrate the time estimates of --search with a table that `bench --suite 3d --json FILE` "
+        "wrote on devices of the same type",
     )
     result.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     return result
