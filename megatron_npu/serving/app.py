@@ -26,6 +26,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
 from megatron_npu.generation import chat_template
 from megatron_npu.generation.sampling.options import Options
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 from megatron_npu.serving import answers, chat_request, completion_request
 from megatron_npu.serving.answers import Completion
 from megatron_npu.serving.chat_answers import ChatCompletion
@@ -243,7 +244,7 @@ class _Site:
 
     @functools.cached_property
     def _template(self) -> chat_template.ChatTemplate | None:
-        return chat_template.of(self.engine.model.args)
+        return chat_template.of(TokenizerFlags.of(self.engine.model.args))
 
     def _ids(self, prompt: completion_request.Prompt) -> list[int]:
         model = self.engine.model
