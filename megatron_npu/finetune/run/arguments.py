@@ -21,7 +21,7 @@ from megatron_npu.finetune.run import ranks
 from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.options.switches import add_switches
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 
 Add = Callable[..., Any]
 
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _check(args)
     if args.user_script is None:
         data_flags.refuse_others(args, flags_of_train.get_default)
-    output.sinks(args)
+    logs_and_checkpoints.sinks(args)
     return args
 
 

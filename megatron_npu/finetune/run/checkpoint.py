@@ -37,7 +37,7 @@ from megatron_npu.pretrain.checkpoint import (
     checkpoint_files,
     checkpoint_folder,
 )
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.safe_files import safe_load, torch_readers
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
@@ -87,7 +87,9 @@ def require_there(flags: BeginFlags) -> None:
         return
     folder = Path(flags.load)
     of_transformers = not flags.pretrained_model_name_or_path and (folder / "config.json").is_file()
-    begins = output.same_directory(flags.load, flags.save) or (flags.user_script and of_transformers)
+    begins = logs_and_checkpoints.same_directory(flags.load, flags.save) or (
+        flags.user_script and of_transformers
+    )
     if folder.exists() and not folder.is_dir():
         raise UsageError(
             f"--load must be a folder that a run wrote with --save, but {folder} is a file. Use another path."

@@ -14,7 +14,7 @@ from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.options.switch_rules import Place, meant, refuse
 from megatron_npu.options.switches import FULLY, Switches
 from megatron_npu.pretrain.checkpoint import save_folder
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.pretrain.run import last_words
 
 
@@ -65,8 +65,8 @@ def train(args: Namespace) -> None:
         UsageError: the input is invalid.
     """
     args = _supported(args, tells=args.rank == 0)
-    output.places(args)
-    output.fetched(args)
+    logs_and_checkpoints.places(args)
+    logs_and_checkpoints.fetched(args)
     from megatron_npu.finetune.rapidformer import engine, state, user_script
     from megatron_npu.finetune.run import checkpoint
     from megatron_npu.pretrain.run.initialize import silence_known_warnings

@@ -32,7 +32,7 @@ from megatron_npu.ops.attention import packed_mask
 from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine, values
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
-from megatron_npu.planning.rank import before_training, measurements, peers, program_lines, routing
+from megatron_npu.planning.rank import before_training, measurements, process_groups, program_lines, routing
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 
 _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
@@ -57,7 +57,7 @@ def main(path: str) -> int:
         # fake masks have no values: each row is one sequence, as where no document ends inside a sample
         mock.patch.object(packed_mask, "_starts", return_value=[0]),
         _memory(allocator),
-        peers.no_first_contact(),
+        process_groups.no_first_contact(),
     ):
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with (

@@ -51,7 +51,7 @@ class _Watch:
     """Records where peak memory rises, at the beginning and end of modules and optimizer calls."""
 
     def __init__(self, found: Measurements, device: str, peak: Callable[[], int], address: Address) -> None:
-        self.found, self._device, self._peak, self._address = found, device, peak, address
+        self.measured, self._device, self._peak, self._address = found, device, peak, address
         self._seen = 0
         self._phase, self._stack = "building the model", []  # type: ignore[var-annotated]
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -63,7 +63,7 @@ class _Watch:
         if peak > self._seen:
             self._seen = peak
             where = self._stack[-1] if self._stack else ""
-            self.found.place = f"{self._phase}, {where}" if where else self._phase
+            self.measured.place = f"{self._phase}, {where}" if where else self._phase
 
     def enter(self, module: torch.nn.Module, _: Any) -> None:
         self.look()
@@ -77,7 +77,7 @@ class _Watch:
         if self._names.get(module, "").endswith("output_layer"):
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, torch.Tensor):
-                self.found.logits = max(self.found.logits, first.numel() * first.element_size())
+                self.measured.logits = max(self.measured.logits, first.numel() * first.element_size())
         self.look()
         if self._stack:
             self._stack.pop()
@@ -100,14 +100,14 @@ class _Watch:
 
     def updating(self, *_: Any) -> None:
         self.look()
-        self.found.order = self._order.taken() or self.found.order
+        self.measured.order = self._order.taken() or self.measured.order
         self._phase = "optimizer step"
 
     def updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.look()
         self._phase = "after the update"
-        self.found.updates += 1
-        if self.found.updates < 9:  # the optimizers of a chain, in the first iteration
+        self.measured.updates += 1
+        if self.measured.updates < 9:  # the optimizers of a chain, in the first iteration
             self.count(optimizer)
 
     def count(self, *_: Any) -> None:
@@ -132,14 +132,14 @@ class _Watch:
                 for state in each.state.values():
                     for value in state.values() if isinstance(state, dict) else ():
                         states.add(value)
-        found = self.found
-        found.weights = weights.bytes()
-        found.gradients = gradients.bytes(weights)
-        found.optimizer = states.bytes(weights, gradients)
+        measured = self.measured
+        measured.weights = weights.bytes()
+        measured.gradients = gradients.bytes(weights)
+        measured.optimizer = states.bytes(weights, gradients)
         if self._address is not None:
             kinds = {"optimizer": states, "gradients": gradients, "weights": weights}
             told = {self._address(tensor): kind for kind, each in kinds.items() for tensor in each.tensors}
-            found.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
+            measured.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
 
 
 class _Order:

@@ -83,9 +83,9 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
     a routing.
     """
     from megatron_npu.planning.rank import (
-        batches,
         before_training,
-        peers,
+        exchanged_batches,
+        process_groups,
         routing,
         stage_shapes,
         uneven_shards,
@@ -93,11 +93,11 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
 
     with contextlib.ExitStack() as stack:
         if specification["alone"]:
-            stack.enter_context(peers.absent(peers.of_npu))
+            stack.enter_context(process_groups.absent(process_groups.of_npu))
             stack.enter_context(stage_shapes.nominal())
             stack.enter_context(uneven_shards.unchecked())
             if specification.get("batches"):
-                stack.enter_context(batches.exchanged(Path(specification["batches"])))
+                stack.enter_context(exchanged_batches.exchanged(Path(specification["batches"])))
         if specification.get("check"):
             stack.enter_context(before_training.stopping())
         if specification.get("imbalance") is not None:
