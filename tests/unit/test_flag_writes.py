@@ -45,8 +45,8 @@ OTHERS = {
     "devices/hccl.py:set_buffer": "the same",
     "finetune/rapidformer/state.py:__setattr__": "a script for PAI-Rapidformer sets values of its run",
 }
-# Where a parameter or an attribute is a ``Namespace``: in what parses, checks and resolves flags, makes frozen
-# objects of them (``Part.of`` and others), or has somebody else's. A folder stands for its files.
+# Where a parameter or an attribute is a ``Namespace``: in what parses, checks and resolves flags, makes
+# frozen objects of them (``Part.of`` and others), or has somebody else's. A folder stands for its files.
 WHOLE = {
     "adaptors/": "the arguments of upstream's scripts",
     "base/arg_parser.py": "the parser",
