@@ -28,14 +28,14 @@ from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer, special_token
 from megatron_npu.evaluation.gen_kwargs import Wish
-from megatron_npu.generation import chat_template, trained_model
+from megatron_npu.generation import trained_model
+from megatron_npu.generation.chat_template import ChatTemplate
 from megatron_npu.generation.sampling import leader
 from megatron_npu.generation.sampling.growing_text import GrowingText
 from megatron_npu.generation.sampling.leader import Leader
 from megatron_npu.generation.sampling.sampler import Sample, Sampler
 from megatron_npu.generation.sampling.scores import Score
 from megatron_npu.generation.trained_model import CheckpointFlags, TrainedModel
-from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 from megatron_npu.pretrain.run import layout
 
 _BLOCK = 16  # batches between two looks at the progress
@@ -217,8 +217,8 @@ class MegatronNpu(TemplateLM):
         return str(file).replace("/", "__")
 
     @functools.cached_property
-    def _template(self) -> chat_template.ChatTemplate:
-        found = chat_template.of(TokenizerFlags.of(self._model.args))
+    def _template(self) -> ChatTemplate:
+        found = self._model.chat_template()
         if found is None:
             raise UsageError(
                 "--apply_chat_template requires a Hugging Face tokenizer with a chat template, but this "

@@ -15,11 +15,12 @@ from megatron_npu.base.arg_parser import positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import flags
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation import chat_template
 from megatron_npu.generation.sampling import host_layout
 from megatron_npu.generation.sampling.sampler import Sample, Sampler
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.flags.frozen_flags import Flags
-from megatron_npu.pretrain.flags.plan_parts import Part
+from megatron_npu.pretrain.flags.plan_parts import Part, TokenizerFlags
 from megatron_npu.pretrain.run import initialize, layout
 
 Add = Callable[..., Any]  # add_argument of a parser
@@ -130,6 +131,14 @@ class TrainedModel:
     def text(self, sample: Sample) -> str:
         """Return a sample, which is the prompt and its continuation, as text."""
         return self.tokenizer.decode(self.content(sample))
+
+    def chat_template(self) -> chat_template.ChatTemplate | None:
+        """Return the chat template of the model's tokenizer, or None if it has none.
+
+        Raises:
+            UsageError: the template is not valid Jinja.
+        """
+        return chat_template.of(TokenizerFlags.of(self.args))
 
     def content(self, sample: Sample) -> list[int]:
         """Return the token ids of the text in a sample.
