@@ -78,13 +78,13 @@ def groups(world: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_npu import plugin
-    from megatron_npu.planning.rank import peers
+    from megatron_npu.planning.rank import process_groups
 
     profile = cProfile.Profile()
     plugin.install()
     from megatron.core import parallel_state
 
-    with peers.absent(lambda _: "fake"):
+    with process_groups.absent(lambda _: "fake"):
         dist.init_process_group("fake")
         begin = time.process_time()
         profile.enable()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,16 @@ def rebound_names(package: Path = PACKAGE) -> int:
     return count
 
 
+def holding_all_flags(package: Path = PACKAGE) -> int:
+    """Return the number of parameters and annotated names whose type is a ``Namespace`` of all flags."""
+    count = 0
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+                count += re.search(r"\bNamespace\b", ast.unparse(node.annotation)) is not None
+    return count
+
+
 def table(package: Path = PACKAGE) -> dict[str, str]:
     """Return all measurements of the code, keyed by what they count."""
     files = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in package.rglob("*.py")}
@@ -178,6 +189,7 @@ def table(package: Path = PACKAGE) -> dict[str, str]:
         f"parameters > {MANY}, ours": f"{len(take_many(found, is_given=False))}",
         f"parameters > {MANY}, given": f"{len(take_many(found, is_given=True))}",
         "names rebound with `global`": f"{rebound_names(package)}",
+        "parameters and names with all flags (`Namespace`)": f"{holding_all_flags(package)}",
     }
 
 

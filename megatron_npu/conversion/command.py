@@ -13,7 +13,7 @@ from megatron_npu.base import errors, files, malloc
 from megatron_npu.base.arg_parser import Parser, number, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files.trackers import TRACKER
-from megatron_npu.conversion import hf_files, to_hf, to_megatron, verify, weights
+from megatron_npu.conversion import hf_files, mapped_weights, to_hf, to_megatron, verify
 from megatron_npu.conversion.request import Request
 from megatron_npu.conversion.tokenizer import tokenizer_files
 from megatron_npu.data.tokenization import flags as tokenizer_flags
@@ -37,7 +37,11 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     add("destination", metavar="DESTINATION", help="folder to create; it must not exist")
-    add("--dtype", choices=weights.DTYPES, help="dtype of the converted weights (default: keep the source's)")
+    add(
+        "--dtype",
+        choices=mapped_weights.DTYPES,
+        help="dtype of the converted weights (default: keep the source's)",
+    )
     add(
         "--proof",
         choices=["logits", "tensors"],

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_npu.base import files
-from megatron_npu.conversion import families, hf_files, model_card, verify, weights
+from megatron_npu.conversion import families, hf_files, mapped_weights, model_card, verify
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.request import Request
@@ -31,7 +31,7 @@ def convert(request: Request, part: Path) -> Iterator[str]:
         dtype = request.dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
         values = family.config(args)
         extra_keys = tokenizer_files.copy_from_checkpoint(root, args, tokenizer, part)
-        kind = str(weights.DTYPES[dtype]).removeprefix("torch.")
+        kind = str(mapped_weights.DTYPES[dtype]).removeprefix("torch.")
         named = {**extra_keys, **values, "dtype": kind, "torch_dtype": kind}  # transformers 5, and before
         files.write(part / CONFIG, json.dumps(named, indent=2, sort_keys=True) + "\n")
         parameters = dict(gpt.unwrap(module).named_parameters())
@@ -53,10 +53,11 @@ def _write(
     shard_gb: float,
     form: str,
 ) -> None:
-    kind = weights.DTYPES[dtype]
+    kind = mapped_weights.DTYPES[dtype]
     shapes = {name: parameter.detach().to("meta", kind) for name, parameter in parameters.items()}
-    planned = dict(weights.to_hf(shapes, family.weight_map(args)))
+    planned = dict(mapped_weights.to_hf(shapes, family.weight_map(args)))
     tensors = (
-        (name, tensor.cpu().to(kind)) for name, tensor in weights.to_hf(parameters, family.weight_map(args))
+        (name, tensor.cpu().to(kind))
+        for name, tensor in mapped_weights.to_hf(parameters, family.weight_map(args))
     )
     hf_files.write(part, tensors, planned, int(shard_gb * 1e9), form)

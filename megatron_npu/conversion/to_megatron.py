@@ -12,7 +12,7 @@ import torch
 
 from megatron_npu.base import files
 from megatron_npu.checkpoint_files import checksums
-from megatron_npu.conversion import carried_files, families, verify, weights
+from megatron_npu.conversion import carried_files, families, mapped_weights, verify
 from megatron_npu.conversion.config import NAME as CONFIG
 from megatron_npu.conversion.config import Config, read
 from megatron_npu.conversion.family import POSITIONS, Family
@@ -52,11 +52,11 @@ def convert(request: Request, part: Path) -> Iterator[str]:
         source, hf_folder, vocabulary, kind=_tokenizer_kind(request, source, family), end=request.eos_token
     )
     args = _arguments(part, [*model_flags, *tokenizer.flags])
-    found = weights.open_folder(source, family)
-    weights.check_names(found, family, args)
-    dtype = request.dtype or weights.common_dtype(found, family.weight_map(args))
+    found = mapped_weights.open_folder(source, family)
+    mapped_weights.check_names(found, family, args)
+    dtype = request.dtype or mapped_weights.common_dtype(found, family.weight_map(args))
     args = args.changed(bf16=dtype == "bf16", fp16=dtype == "fp16")
-    needed = weights.memory_to_convert(found, family.weight_map(args), weights.DTYPES[dtype])
+    needed = mapped_weights.memory_to_convert(found, family.weight_map(args), mapped_weights.DTYPES[dtype])
     host_memory.require(needed, f"the conversion of {source}")
     if request.ckpt_format == "torch":
         _save_for_ranks(request, args, family, found, part, final)
@@ -106,16 +106,16 @@ def _arguments(place: Path, flags: list[str]) -> Flags:
     return validation.check(arguments.parse([*bare, *without_state, *flags]))
 
 
-def _filled(args: Flags, family: Family, found: weights.Weights) -> torch.nn.Module:
+def _filled(args: Flags, family: Family, found: mapped_weights.MappedWeights) -> torch.nn.Module:
     """Load the weights from the files into a model in host memory, and return the model."""
     config = model.transformer_config(args.changed(use_cpu_initialization=True))
     config.perform_initialization = False  # every weight is filled
     gpt = model.gpt(ModelFlags.of(args), config, None, True, True)
-    weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
+    mapped_weights.fill(dict(gpt.named_parameters()), found, family.weight_map(args))
     return gpt
 
 
-def _save(args: Flags, family: Family, found: weights.Weights, part: Path, final: Path) -> None:
+def _save(args: Flags, family: Family, found: mapped_weights.MappedWeights, part: Path, final: Path) -> None:
     """Save the model as the built-in trainer saves it."""
     with initialize.session(args):
         # neither optimizer nor schedule; without arguments stock scripts up to core_v0.15 do not load it
@@ -153,7 +153,12 @@ def _moved(args: Flags, part: Path, final: Path) -> Flags:
 
 
 def _save_for_ranks(
-    request: Request, args: Flags, family: Family, found: weights.Weights, part: Path, final: Path
+    request: Request,
+    args: Flags,
+    family: Family,
+    found: mapped_weights.MappedWeights,
+    part: Path,
+    final: Path,
 ) -> None:
     """Save the model as per-rank files, which 285068c8 or megatron-core's scripts can load."""
     torch_format.require_writable(args, *request.sizes)

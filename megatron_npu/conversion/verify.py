@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_npu import devices
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
-from megatron_npu.conversion import fp32_inference, weights
+from megatron_npu.conversion import fp32_inference, mapped_weights
 from megatron_npu.conversion.family import Family
 from megatron_npu.conversion.positions import far_rotation
 from megatron_npu.conversion.request import Request
@@ -113,7 +113,7 @@ def verify(
     ):
         gpt = unwrap(module)
         number = _compare_tensors(
-            dict(gpt.named_parameters()), weights.open_folder(hf, family), family, args, dtype
+            dict(gpt.named_parameters()), mapped_weights.open_folder(hf, family), family, args, dtype
         )
         if theirs is None:
             return Verification(number)
@@ -156,7 +156,7 @@ def told(
     result = verify(
         Sides(megatron, hf, family),
         args,
-        weights.DTYPES[dtype],
+        mapped_weights.DTYPES[dtype],
         logits=logits,
         vocab_file=request.vocab_file,
         merge_file=request.merge_file,
@@ -187,7 +187,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _compare_tensors(
-    parameters: dict[str, Tensor], found: weights.Weights, family: Family, args: Flags, dtype: torch.dtype
+    parameters: dict[str, Tensor],
+    found: mapped_weights.MappedWeights,
+    family: Family,
+    args: Flags,
+    dtype: torch.dtype,
 ) -> int:
     """Check that all tensors are bitwise identical, and return their number.
 
@@ -195,7 +199,7 @@ def _compare_tensors(
         UsageError: a tensor differs.
     """
     number = 0
-    for name, tensor in weights.to_hf(parameters, family.weight_map(args)):
+    for name, tensor in mapped_weights.to_hf(parameters, family.weight_map(args)):
         if not all(torch.equal(*pair) for pair in _pieces(tensor, found.in_pieces(name), dtype)):
             raise UsageError(
                 f"{name} differs from the converted tensor, but the two must be bitwise identical. Please "
@@ -252,7 +256,7 @@ def _hf_results(
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation="eager",
-            dtype=weights.stored_dtype(weights.open_folder(folder, family)),
+            dtype=mapped_weights.stored_dtype(mapped_weights.open_folder(folder, family)),
         ).eval()
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # of a config.json that it misreads
         raise UsageError(

@@ -130,7 +130,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of the training run that the command line overrides."""
     given = {name: getattr(args, name) for name in AttentionFlags.names()}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    changes |= trained_model.precision(args)
+    changes |= trained_model.CheckpointFlags.of(args).precision()
     if args.use_flash_attn:
         changes["attention_backend"] = "flash"
     return changes

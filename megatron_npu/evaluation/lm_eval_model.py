@@ -6,7 +6,6 @@ equal those of ``--model hf`` on the exported model.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import functools
@@ -29,13 +28,14 @@ from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer, special_token
 from megatron_npu.evaluation.gen_kwargs import Wish
-from megatron_npu.generation import chat_template, trained_model
+from megatron_npu.generation import trained_model
+from megatron_npu.generation.chat_template import ChatTemplate
 from megatron_npu.generation.sampling import leader
 from megatron_npu.generation.sampling.growing_text import GrowingText
 from megatron_npu.generation.sampling.leader import Leader
 from megatron_npu.generation.sampling.sampler import Sample, Sampler
 from megatron_npu.generation.sampling.scores import Score
-from megatron_npu.generation.trained_model import TrainedModel
+from megatron_npu.generation.trained_model import CheckpointFlags, TrainedModel
 from megatron_npu.pretrain.run import layout
 
 _BLOCK = 16  # batches between two looks at the progress
@@ -93,9 +93,7 @@ class MegatronNpu(TemplateLM):
         self.max_gen_toks = max_gen_toks
         self._drawn = 0  # texts, so that a request that is repeated is drawn again
         sizes = tensor_model_parallel_size, pipeline_model_parallel_size
-        given = argparse.Namespace(
-            load=str(load), vocab_file=vocab_file, merge_file=merge_file, fp16=fp16, bf16=bf16
-        )
+        given = CheckpointFlags(str(load), vocab_file, merge_file, fp16, bf16)
         self._held = contextlib.ExitStack()
         atexit.register(self.close)
         self._model = self._enter(given, sizes)
@@ -113,7 +111,7 @@ class MegatronNpu(TemplateLM):
         """
         self._held.close()
 
-    def _enter(self, given: argparse.Namespace, sizes: tuple[int | None, int | None]) -> TrainedModel:
+    def _enter(self, given: CheckpointFlags, sizes: tuple[int | None, int | None]) -> TrainedModel:
         """Load the model, and prepare to send requests to the other processes.
 
         If several processes share the model, only the first returns.
@@ -219,8 +217,8 @@ class MegatronNpu(TemplateLM):
         return str(file).replace("/", "__")
 
     @functools.cached_property
-    def _template(self) -> chat_template.ChatTemplate:
-        found = chat_template.of(self._model.args)
+    def _template(self) -> ChatTemplate:
+        found = self._model.chat_template()
         if found is None:
             raise UsageError(
                 "--apply_chat_template requires a Hugging Face tokenizer with a chat template, but this "

@@ -7,7 +7,6 @@ with limits of time and memory.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import hf
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 
 FILE = "chat_template.jinja"
 _KEY = "chat_template"  # of tokenizer_config.json and of chat_template.json
@@ -88,18 +88,18 @@ class ChatTemplate:
         return text[: text.rindex(last) + len(last)] if last in text else text
 
 
-def of(args: argparse.Namespace) -> ChatTemplate | None:
+def of(flags: TokenizerFlags) -> ChatTemplate | None:
     """Return the chat template of a checkpoint's tokenizer, or None if it has none.
 
     Args:
-        args: the flags of the training run.
+        flags: the flags of the training run that specify the tokenizer.
 
     Raises:
         UsageError: the template is not valid Jinja.
     """
-    if args.tokenizer_type != "HuggingFaceTokenizer":
+    if flags.tokenizer_type != "HuggingFaceTokenizer" or flags.tokenizer_model is None:
         return None
-    folder = Path(args.tokenizer_model)
+    folder = Path(flags.tokenizer_model)
     source = _source(folder)
     if source is None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -19,10 +19,25 @@ from megatron_npu.generation import conversation, sample_files, trained_model
 from megatron_npu.generation.sampling import leader
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.generation.sampling.sampler import Sample
-from megatron_npu.generation.trained_model import TrainedModel
+from megatron_npu.generation.trained_model import SharedModelFlags, TrainedModel
 from megatron_npu.pretrain.checkpoint.restore import restored
 
 _DEFAULT = Options()
+
+
+@dataclass(frozen=True)
+class GenerateFlags(SharedModelFlags):
+    """The flags of the command, besides those from which the sampling ``Options`` are made."""
+
+    prompt: str | None
+    num_samples: int | None
+    sample_input_file: str | None
+    sample_output_file: str | None
+    genfile: str | None
+    output: str | None
+    micro_batch_size: int
+    num_tokens: int | None
+    out_seq_length: int | None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,8 +140,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the checkpoint does not exist, or a prompt or value does not fit the model.
     """
-    given = parser().parse_args(argv)
-    options = options_of(given)
+    parsed = parser().parse_args(argv)
+    given, options = GenerateFlags.of(parsed), options_of(parsed)
     _check(given)
     talks = given.num_samples == 0
     patience = {"distributed_timeout_minutes": int(leader.PATIENCE.total_seconds()) // 60} if talks else {}
@@ -136,13 +151,13 @@ def main(argv: Sequence[str]) -> int:
                 if first is not None:
                     conversation.talk(model, first, options)
         elif given.sample_input_file is not None:
-            _continue_file(given, model, options)
+            _continue_file(given.sample_input_file, given, model, options)
         else:
             _draw(given, model, options)
     return 0
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(given: GenerateFlags) -> None:
     """Reject invalid combinations of flags before the model is loaded."""
     ways = [flag for flag in ("prompt", "sample_input_file") if getattr(given, flag) is not None]
     if not ways and given.num_samples is None:
@@ -158,7 +173,7 @@ def _check(given: argparse.Namespace) -> None:
             sample_files.require_writable(file)
 
 
-def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
+def _draw(given: GenerateFlags, model: TrainedModel, options: Options) -> None:
     """Generate texts that continue one prompt, or texts without a prompt.
 
     Print the texts or write them to a file.
@@ -170,7 +185,7 @@ def _draw(given: argparse.Namespace, model: TrainedModel, options: Options) -> N
         _hand_out(given, model, samples)
 
 
-def _hand_out(given: argparse.Namespace, model: TrainedModel, samples: list[Sample]) -> None:
+def _hand_out(given: GenerateFlags, model: TrainedModel, samples: list[Sample]) -> None:
     if given.genfile:
         sample_files.write(given.genfile, (sample_files.record(model, sample) for sample in samples))
         print(f"{len(samples)} sample{'s' if len(samples) > 1 else ''} in {given.genfile}")
@@ -184,7 +199,7 @@ def _hand_out(given: argparse.Namespace, model: TrainedModel, samples: list[Samp
         print("\n".join(texts))
 
 
-def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, prompt: str) -> list[int]:
+def _prompt_of_line(given: GenerateFlags, model: TrainedModel, line: int, prompt: str) -> list[int]:
     try:
         ids = model.prompt(prompt)
         _require_room(given, ids, model)
@@ -194,9 +209,8 @@ def _prompt_of_line(given: argparse.Namespace, model: TrainedModel, line: int, p
     return ids
 
 
-def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Options) -> None:
+def _continue_file(file: str, given: GenerateFlags, model: TrainedModel, options: Options) -> None:
     """Generate a continuation for each line of a file, and write the prompts with their continuations."""
-    file = given.sample_input_file
     output = given.sample_output_file or given.genfile or f"{file}.out"
     prompts = sample_files.read_prompts(file)
     ids = [_prompt_of_line(given, model, line, prompt) for line, prompt in enumerate(prompts, 1)]
@@ -213,7 +227,7 @@ def _continue_file(given: argparse.Namespace, model: TrainedModel, options: Opti
         print(f"{len(samples)} sample{'s' if len(samples) > 1 else ''} in {output}")
 
 
-def _require_room(given: argparse.Namespace, prompt: list[int], model: TrainedModel) -> None:
+def _require_room(given: GenerateFlags, prompt: list[int], model: TrainedModel) -> None:
     """Reject a number of tokens that exceeds the number of the model's positions."""
     positions, length = model.sampler.positions, len(prompt)
     if given.out_seq_length is not None and not length < given.out_seq_length <= positions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,12 @@ from megatron_npu.base.arg_parser import positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import flags
 from megatron_npu.data.tokenization.tokenizer import Tokenizer
+from megatron_npu.generation import chat_template
 from megatron_npu.generation.sampling import host_layout
 from megatron_npu.generation.sampling.sampler import Sample, Sampler
 from megatron_npu.pretrain.checkpoint.restore import restored
+from megatron_npu.pretrain.flags.frozen_flags import Flags
+from megatron_npu.pretrain.flags.plan_parts import Part, TokenizerFlags
 from megatron_npu.pretrain.run import initialize, layout
 
 Add = Callable[..., Any]  # add_argument of a parser
@@ -60,15 +62,41 @@ def add_checkpoint(add: Add) -> None:
     add("--bf16", action="store_true", help="compute in bf16 (default: the precision used in training)")
 
 
-def precision(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the training arguments that ``--fp16`` or ``--bf16`` overrides.
+@dataclass(frozen=True)
+class CheckpointFlags(Part):
+    """The flags of ``add_checkpoint``, which select a checkpoint and the precision of its model."""
 
-    Raises:
-        UsageError: both flags are given.
+    load: str
+    vocab_file: str | None
+    merge_file: str | None
+    fp16: bool
+    bf16: bool
+
+    def precision(self) -> dict[str, Any]:
+        """Return the training arguments that ``--fp16`` or ``--bf16`` overrides.
+
+        Raises:
+            UsageError: both flags are given.
+        """
+        if self.fp16 and self.bf16:
+            raise UsageError("--fp16 and --bf16 are mutually exclusive. Remove one.")
+        return {"fp16": self.fp16, "bf16": self.bf16} if self.fp16 or self.bf16 else {}
+
+
+@dataclass(frozen=True)
+class SharedModelFlags(CheckpointFlags):
+    """The flags of ``add_flags``, which also say how the processes of a command share the model.
+
+    The sizes from ``num_layers`` on must be those of the checkpoint.
     """
-    if given.fp16 and given.bf16:
-        raise UsageError("--fp16 and --bf16 are mutually exclusive. Remove one.")
-    return {"fp16": given.fp16, "bf16": given.bf16} if given.fp16 or given.bf16 else {}
+
+    tensor_model_parallel_size: int | None
+    pipeline_model_parallel_size: int | None
+    num_layers: int | None
+    hidden_size: int | None
+    num_attention_heads: int | None
+    max_position_embeddings: int | None
+    tokenizer_type: str | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +109,7 @@ class TrainedModel:
         tokenizer: the tokenizer of the model.
     """
 
-    args: argparse.Namespace
+    args: Flags
     sampler: Sampler
     tokenizer: Tokenizer
 
@@ -104,6 +132,14 @@ class TrainedModel:
         """Return a sample, which is the prompt and its continuation, as text."""
         return self.tokenizer.decode(self.content(sample))
 
+    def chat_template(self) -> chat_template.ChatTemplate | None:
+        """Return the chat template of the model's tokenizer, or None if it has none.
+
+        Raises:
+            UsageError: the template is not valid Jinja.
+        """
+        return chat_template.of(TokenizerFlags.of(self.args))
+
     def content(self, sample: Sample) -> list[int]:
         """Return the token ids of the text in a sample.
 
@@ -113,11 +149,11 @@ class TrainedModel:
 
 
 @contextlib.contextmanager
-def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
+def loaded(given: SharedModelFlags, **changes: Any) -> Iterator[TrainedModel]:
     """Load the model that the flags of ``add_flags`` select, for use inside the ``with`` block.
 
     Args:
-        given: the command's flags.
+        given: the flags about the model.
         changes: the arguments of the training run to override, by name.
 
     Raises:
@@ -134,11 +170,11 @@ def loaded(given: argparse.Namespace, **changes: Any) -> Iterator[TrainedModel]:
 
 
 @contextlib.contextmanager
-def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[TrainedModel]:
+def held(given: CheckpointFlags, share: Share, **changes: Any) -> Iterator[TrainedModel]:
     """Load the model that the flags of ``add_checkpoint`` select, for use inside the ``with`` block.
 
     Args:
-        given: the command's flags.
+        given: the flags about the model.
         share: how the processes of the command share the model; see ``restored``.
         changes: the arguments of the training run to override, by name.
 
@@ -146,19 +182,19 @@ def held(given: argparse.Namespace, share: Share, **changes: Any) -> Iterator[Tr
         UsageError: the checkpoint does not exist, or cannot be partitioned as requested.
     """
     initialize.silence_known_warnings()
-    changes |= precision(given)
+    changes |= given.precision()
     with restored(given.load, given.vocab_file, given.merge_file, share, **changes) as (args, gpt, tokenizer):
         yield of(args, gpt, tokenizer)
 
 
-def of(args: argparse.Namespace, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
+def of(args: Flags, gpt: torch.nn.Module, tokenizer: Tokenizer) -> TrainedModel:
     """Prepare a restored model for generation, and return it."""
     if devices.current().is_host:
         host_layout.lay_out_for_vectors(gpt)
     return TrainedModel(args, Sampler(gpt, tokenizer, args.tokenizer_vocab_size), tokenizer)
 
 
-def _require_shape(given: argparse.Namespace, args: argparse.Namespace) -> None:
+def _require_shape(given: SharedModelFlags, args: Flags) -> None:
     """Reject model sizes on the command line that differ from those of the checkpoint."""
     for name in (*_SHAPE, "tokenizer_type"):
         wanted, there = getattr(given, name), getattr(args, name)

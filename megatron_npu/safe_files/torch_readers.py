@@ -25,8 +25,8 @@ from torch import serialization
 
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
+from megatron_npu.base.object_view import View
 from megatron_npu.base.replaced import Replaced
-from megatron_npu.base.view import View
 from megatron_npu.safe_files import expanded_size, safe_load
 from megatron_npu.safe_files.data_unpickler import DataUnpickler
 

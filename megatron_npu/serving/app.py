@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer
-from megatron_npu.generation import chat_template
+from megatron_npu.generation.chat_template import ChatTemplate
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.serving import answers, chat_request, completion_request
 from megatron_npu.serving.answers import Completion
@@ -242,8 +242,8 @@ class _Site:
             )
 
     @functools.cached_property
-    def _template(self) -> chat_template.ChatTemplate | None:
-        return chat_template.of(self.engine.model.args)
+    def _template(self) -> ChatTemplate | None:
+        return self.engine.model.chat_template()
 
     def _ids(self, prompt: completion_request.Prompt) -> list[int]:
         model = self.engine.model

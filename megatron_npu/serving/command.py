@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,12 +23,24 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.generation import trained_model
 from megatron_npu.generation.sampling import leader
 from megatron_npu.generation.sampling.leader import Leader
-from megatron_npu.generation.trained_model import TrainedModel
+from megatron_npu.generation.trained_model import SharedModelFlags, TrainedModel
 from megatron_npu.serving.engine import Engine
 from megatron_npu.web.address import LOOPBACK, Address, address, listening, require_packages
 
 _GRACE = 5  # seconds for answers to be sent when the server stops
 _CONNECTIONS = 256  # that may be open; one more is told 503
+
+
+@dataclass(frozen=True)
+class ServeFlags(SharedModelFlags):
+    """The flags of the command."""
+
+    port: Address
+    host: str | None
+    model_name: str | None
+    max_queue: int
+    max_texts: int
+    max_request_bytes: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: the checkpoint does not exist, the address cannot be used, or the web library is missing.
     """
-    given = parser().parse_args(argv)
-    at = listening_at(given)
+    given = ServeFlags.of(parser().parse_args(argv))
+    at = listening_at(given.port, given.host)
     require_packages("serve")
     patience = int(leader.PATIENCE.total_seconds()) // 60
     with trained_model.loaded(given, distributed_timeout_minutes=patience) as model:
@@ -85,21 +98,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def listening_at(given: argparse.Namespace) -> Address:
+def listening_at(port: Address, host: str | None) -> Address:
     """Return the address to listen on.
 
     Raises:
         UsageError: ``--host`` and ``--port`` name different hosts.
     """
-    at: Address = given.port
-    if given.host is None:
-        return at
-    if at.host not in (LOOPBACK, given.host):
-        raise UsageError(f"--host {given.host} and --port {at} name different hosts", remedy="Remove --host.")
-    return at._replace(host=given.host)
+    if host is None:
+        return port
+    if port.host not in (LOOPBACK, host):
+        raise UsageError(f"--host {host} and --port {port} name different hosts", remedy="Remove --host.")
+    return port._replace(host=host)
 
 
-def _serve(given: argparse.Namespace, at: Address, model: TrainedModel, first: Leader) -> None:
+def _serve(given: ServeFlags, at: Address, model: TrainedModel, first: Leader) -> None:
     """Serve until a signal arrives; this thread generates texts, and another thread handles HTTP."""
     engine = Engine(model, first, given.max_queue)
     name = given.model_name or Path(given.load).resolve().name
@@ -117,7 +129,7 @@ def _serve(given: argparse.Namespace, at: Address, model: TrainedModel, first: L
     print(f"megatron-npu serve: stopped after {engine.jobs} requests and {engine.tokens} tokens", flush=True)
 
 
-def _server(engine: Engine, name: str, given: argparse.Namespace, at: Address) -> Any:
+def _server(engine: Engine, name: str, given: ServeFlags, at: Address) -> Any:
     import uvicorn
 
     from megatron_npu.serving import app

@@ -13,7 +13,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.pretrain.checkpoint import checkpoints
 from megatron_npu.pretrain.checkpoint.async_saves import AsyncSaves
 from megatron_npu.pretrain.checkpoint.checkpoint_failures import UnsavedError
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.pretrain.run import pretrain
 from megatron_npu.pretrain.run.divergence import DivergedError
 
@@ -89,4 +89,4 @@ def test_sharded_weights_are_refused() -> None:
         save_retain_interval=None,
     )
     with pytest.raises(UsageError, match="--async-save cannot be used with sharded weights"):
-        output.checkpoints(args)
+        logs_and_checkpoints.checkpoints(args)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import removal
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.pretrain.flags.plan_parts import SaveFlags
 from megatron_npu.pretrain.run import evaluating, termination
 from tests.support import tiny
@@ -210,4 +210,4 @@ def test_flags_that_would_keep_nothing_are_refused(words, named):
     values = dict.fromkeys(("save_interval", "save_keep_last", "save_retain_interval", "save_per_machine"))
     values["save"] = "here"
     with pytest.raises(UsageError, match=named):
-        output.checkpoints(Namespace(**(values | words)))
+        logs_and_checkpoints.checkpoints(Namespace(**(values | words)))

@@ -125,7 +125,7 @@ def train(argv: list[str], *, stay: bool = False) -> tuple[Any, Any]:
     args = parsed(argv)
     state.set_args(args)
     try:
-        template = template_for(args)(engine.RapidformerEngine(args))
+        template = template_for(args.task)(engine.RapidformerEngine(args))
         return template, template.train()
     finally:
         if not stay:

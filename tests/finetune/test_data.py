@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -19,6 +18,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data import columns, data_flags, datasets, labels, text_files, texts, vocabulary
 from megatron_npu.finetune.data.parts import Parts
 from megatron_npu.finetune.rapidformer.state import get_logger
+from megatron_npu.finetune.run.flag_parts import DataFlags
 from megatron_npu.finetune.tasks.sequence_classification import columns_of_texts
 from tests.support import train_runs
 
@@ -36,9 +36,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     library.enable_progress_bars()
 
 
-def args(path: Path | str, **values: Any) -> argparse.Namespace:
+def args(path: Path | str, **values: Any) -> DataFlags:
     found = {"data_path": str(path), "data_name": None, "validation_fraction": 0.1, "seed": 1}
-    return argparse.Namespace(**(found | values))
+    return DataFlags(**(found | values))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -126,46 +126,46 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert datasets.load(args(tmp_path / "two"))["validation"]["sentence"][:] == ["row 3"]
 
 
-def _no_bytes(folder: Path) -> argparse.Namespace:
+def _no_bytes(folder: Path) -> DataFlags:
     (folder / "empty.jsonl").touch()
     return args(folder / "empty.jsonl")
 
 
-def _configured(folder: Path) -> argparse.Namespace:
+def _configured(folder: Path) -> DataFlags:
     return args(write(folder / "one.jsonl", ROWS), data_name="mrpc")
 
 
-def _configured_folder(folder: Path) -> argparse.Namespace:
+def _configured_folder(folder: Path) -> DataFlags:
     write(folder / "glue" / "mrpc" / "train.csv", ROWS)
     return args(folder / "glue", data_name="mrpc")
 
 
-def _lonely(folder: Path) -> argparse.Namespace:
+def _lonely(folder: Path) -> DataFlags:
     return args(write(folder / "one.jsonl", ROWS[:1]))
 
 
-def _without_train(folder: Path) -> argparse.Namespace:
+def _without_train(folder: Path) -> DataFlags:
     return args(write(folder / "data" / "dev.csv", ROWS).parent)
 
 
-def _empty(folder: Path) -> argparse.Namespace:
+def _empty(folder: Path) -> DataFlags:
     rows = library.Dataset.from_list(ROWS)
     library.DatasetDict({"train": rows, "test": rows.select([])}).save_to_disk(folder / "saved")
     return args(folder / "saved")
 
 
-def _empty_file(folder: Path) -> argparse.Namespace:
+def _empty_file(folder: Path) -> DataFlags:
     write(folder / "data" / "train.csv", ROWS)
     (folder / "data" / "validation.csv").write_text("sentence,label\n")
     return args(folder / "data")
 
 
-def _head_alone(folder: Path) -> argparse.Namespace:
+def _head_alone(folder: Path) -> DataFlags:
     (folder / "all.tsv").write_text("sentence\tlabel\n")
     return args(folder / "all.tsv")
 
 
-def _no_rows(folder: Path) -> argparse.Namespace:
+def _no_rows(folder: Path) -> DataFlags:
     (folder / "all.json").write_text("[]")
     return args(folder / "all.json")
 
@@ -177,7 +177,7 @@ def _encoded(path: Path, encoding: str) -> Path:
     return path
 
 
-def _two_kinds(folder: Path) -> argparse.Namespace:
+def _two_kinds(folder: Path) -> DataFlags:
     write(folder / "data" / "train.csv", ROWS)
     return args(write(folder / "data" / "test.jsonl", ROWS).parent)
 
@@ -192,12 +192,12 @@ def _head(path: Path, head: str) -> Path:
     return path
 
 
-def _broken(folder: Path) -> argparse.Namespace:
+def _broken(folder: Path) -> DataFlags:
     (folder / "a.jsonl").write_text('{"sentence": \n')
     return args(folder / "a.jsonl")
 
 
-BAD: dict[str, tuple[Callable[[Path], argparse.Namespace], str]] = {
+BAD: dict[str, tuple[Callable[[Path], DataFlags], str]] = {
     "one row": (
         _lonely,
         "the number of rows, 1, is too small for a split into training and validation rows with "

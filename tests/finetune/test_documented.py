@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ import transformers
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_npu.finetune.run import model_card
+from megatron_npu.finetune.run.flag_parts import SaveFlags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 from tests.finetune import tiny_models
 from tests.support import tiny, train_runs
 
@@ -136,8 +138,8 @@ def test_the_folder_at_the_end_is_transformers(finetuned: Path) -> None:
 def test_a_card_has_one_line_for_all_fused_operations() -> None:
     lines = ["fused ops: norm a (12): layer_norm", "fused ops: norm b: layer_norm", "fused ops: c stays: d"]
     prepared = SimpleNamespace(ledger=[*lines, "fused ops: loss the model: cross_entropy, for 256", "ZeRO 1"])
-    none = dict.fromkeys([*model_card._FLAGS, "data_path", "data_name"])
-    *_, fused, other = model_card._training(Namespace(**none), prepared)
+    none = dict.fromkeys([*model_card._FLAGS, *(field.name for field in fields(SaveFlags))])
+    *_, fused, other = model_card._training(SaveFlags.of(Flags(**none)), prepared)
     assert (fused, other) == ("- fused ops: cross_entropy, layer_norm", "- ZeRO 1")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data.padding import bucketed, buckets
-from megatron_npu.finetune.model import caches, graph
+from megatron_npu.finetune.model import caches, compiled_blocks
 from megatron_npu.finetune.model.prepare import AdamOptions, accelerated, prepare
 from megatron_npu.options.switch_rules import Place, refuse
 from megatron_npu.options.switches import Switches
@@ -52,7 +52,7 @@ def losses(switches: Switches, collate) -> tuple[list[float], list[str], list[in
         adam=AdamOptions(lr=1e-3),
         clip_grad=1.0,
     )
-    counts, found = [graph.count_graphs()], []
+    counts, found = [compiled_blocks.count_graphs()], []
     for _ in range(2):
         for batch in batches():
             with prepared.accumulating(last=True), prepared.forward_context():
@@ -60,7 +60,7 @@ def losses(switches: Switches, collate) -> tuple[list[float], list[str], list[in
             prepared.backward(loss)
             prepared.step()
             found.append(loss.item())
-        counts.append(graph.count_graphs())
+        counts.append(compiled_blocks.count_graphs())
     return found, prepared.ledger, [after - before for before, after in itertools.pairwise(counts)]
 
 
@@ -115,10 +115,10 @@ COUNTED = [
 @pytest.mark.parametrize(("kind", "words", "graphs"), COUNTED, ids=str)
 def test_all_layers_and_steps_have_one_graph(without_kernels, monkeypatch, kind, words, graphs, fused_ops):
     monkeypatch.setattr(models, "LAYERS", 4)
-    before = graph.count_graphs()
+    before = compiled_blocks.count_graphs()
     switches = Switches(graph_optimization=True, fused_ops=fused_ops, **words)
     losses = train_script.run(kind, switches, 3, torch.device("cpu"))
-    assert graph.count_graphs() - before == graphs
+    assert compiled_blocks.count_graphs() - before == graphs
     assert losses == pytest.approx(
         train_script.plain(kind, 3, switches.lora_rank), rel=1e-2 if switches.mixed_precision else 1e-5
     )
@@ -197,10 +197,10 @@ def test_dropout_within_attention_divides_the_graphs_and_the_ledger_says_so(with
     for block in model.transformer.h:
         block.attn.attn_dropout.p = 0.1
     model, ledger = accelerated(model, Switches(graph_optimization=True, fused_ops=fused_ops))
-    before = graph.count_graphs()
+    before = compiled_blocks.count_graphs()
     ids = torch.randint(models.VOCABULARY, (2, models.LENGTH))
     model(input_ids=ids, labels=ids).loss.backward()
-    assert (graph.count_graphs() - before > 1) == fused_ops
+    assert (compiled_blocks.count_graphs() - before > 1) == fused_ops
     assert (
         any(
             "graphs: attention is not compiled, because its dropout masks are generated tile by tile" in line
@@ -288,4 +288,4 @@ def test_a_cache_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
     file.write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file / "below"))
     with pytest.raises(UsageError, match="TORCHINDUCTOR_CACHE_DIR"):
-        graph.compile_blocks(bert(), dynamic=False)
+        compiled_blocks.compile_blocks(bert(), dynamic=False)

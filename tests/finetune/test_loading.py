@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_npu.finetune.rapidformer import gathering, providers, state, templ
 from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
 from megatron_npu.finetune.rapidformer.timers import Timers
 from megatron_npu.finetune.run import schedule
+from megatron_npu.finetune.run.flag_parts import RateFlags
 from megatron_npu.finetune.run.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -90,15 +92,15 @@ def test_what_ranks_have_is_filled_up_to_the_longest() -> None:
 
 def test_the_schedule_is_that_of_transformers() -> None:
     flags = {"lr": 0.1, "lr_warmup_iters": 4, "lr_warmup_fraction": None, "train_iters": 20}
-    args = Namespace(**flags, lr_decay_style="linear", min_lr=0.0, lr_decay_iters=None)
+    rising = RateFlags(**flags, lr_decay_style="linear", min_lr=0.0, lr_decay_iters=None)
     linear = transformers.get_linear_schedule_with_warmup
-    assert rates(schedule.scheduler_fn(args)) == pytest.approx(rates(partial(linear, num_warmup_steps=4)))
+    assert rates(schedule.scheduler_fn(rising)) == pytest.approx(rates(partial(linear, num_warmup_steps=4)))
     cosine = partial(transformers.get_cosine_with_min_lr_schedule_with_warmup, min_lr=0.02)
-    args = Namespace(**flags, lr_decay_style="cosine", min_lr=0.02, lr_decay_iters=15)
-    ours, theirs = rates(schedule.scheduler_fn(args)), rates(partial(cosine, num_warmup_steps=4), 15)
+    waving = RateFlags(**flags, lr_decay_style="cosine", min_lr=0.02, lr_decay_iters=15)
+    ours, theirs = rates(schedule.scheduler_fn(waving)), rates(partial(cosine, num_warmup_steps=4), 15)
     assert ours[:16] == pytest.approx(theirs[:16])
     assert ours[16:] == [pytest.approx(0.02)] * 4
-    fraction = Namespace(**{**vars(args), "lr_warmup_iters": 0, "lr_warmup_fraction": 0.2})
+    fraction = replace(waving, lr_warmup_iters=0, lr_warmup_fraction=0.2)
     assert schedule.warmup_iterations(fraction) == 3  # of the 15 iterations of the decay
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.finetune.data import word_pieces
+from megatron_npu.finetune.run.flag_parts import MeetingFlags, PieceFlags
 from tests.finetune import sentences, tiny_models
 from tests.support import tiny, train_runs
 
@@ -62,7 +62,7 @@ def run(monkeypatch):
         args = arguments.parse(argv)
         args = arguments.with_ranks(args, ranks.Ranks())
         state.set_args(args)
-        engine.meet(args)
+        engine.meet(MeetingFlags.of(args))
         return args
 
     yield begun
@@ -233,7 +233,7 @@ def test_words_and_pairs_count_each_by_their_own_number(folder, tmp_path, micro_
     args = arguments.parse(argv)
     args = arguments.with_ranks(args, ranks.Ranks())
     state.set_args(args)
-    engine.meet(args)
+    engine.meet(MeetingFlags.of(args))
     try:
         numbers = {"short_seq_prob": args.short_seq_prob, "seed": args.seed}
         samples, _, _ = pairs(folder, args, train_valid_test_num_samples=[16, 16, 8], **numbers)
@@ -328,6 +328,6 @@ def test_a_vocabulary_without_word_pieces_is_named(tmp_path):
     """With the right type of tokenizer, which the user need not be told to pass."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\ncat\n")
-    args = Namespace(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(vocabulary))
+    flags = PieceFlags("BertWordPieceLowerCase", vocab_file=str(vocabulary))
     with pytest.raises(UsageError, match=rf"--vocab-file {vocabulary} contains no word pieces that start"):
-        word_pieces.word_pieces(args)
+        word_pieces.word_pieces(flags)

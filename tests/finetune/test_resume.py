@@ -251,10 +251,10 @@ def test_what_the_script_creates_comes_from_the_checkpoint(
 
 
 def test_another_length_of_samples_is_said() -> None:
-    args, saved = Namespace(seq_length=64, lr=1e-2), {"seq_length": 128, "lr": 1e-2}
+    flags, saved = {"seq_length": 64, "lr": 1e-2}, {"seq_length": 128, "lr": 1e-2}
     prepared = cast("Prepared", Namespace(own_optimizer=True, flags_schedule=True, lr_scheduler=None))
     expected = "  --seq-length 64 (the checkpoint: 128): splits samples at other positions"
-    assert resume_changes.since(args, saved, "there", prepared)[1:] == [expected]
+    assert resume_changes.since(flags, saved, "there", prepared)[1:] == [expected]
 
 
 def test_the_page_has_a_row_for_each_flag() -> None:

@@ -53,7 +53,7 @@ _PATHS = (
 )
 _IMPORTED = (
     "megatron_npu.commands.cli",
-    "megatron_npu.planning.rank.notes",
+    "megatron_npu.planning.rank.measurements",
     "megatron_npu.planning.rank.npu",
 )
 _OF_DRIVER = ("megatron_npu.pretrain.run.pretrain",)

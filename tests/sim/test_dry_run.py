@@ -60,8 +60,8 @@ def test_a_dry_run_that_computes_everything_has_the_losses_of_the_simulator(simu
 
 # `b` is larger than the limit: nobody computes its sum, which is asked for in line 4 of this program
 PROGRAM = """
-import os, torch, torch_npu, resource; torch.npu.set_device(0)
-from megatron_npu.planning.rank import notes, npu; noted = notes.Notes(); kept = npu._tell_of_asked(noted)
+import os, torch, torch_npu, resource; from megatron_npu.planning.rank import measurements, npu
+torch.npu.set_device(0); noted = measurements.Measurements(); kept = npu._tell_of_asked(noted)
 b = torch.randn(1 << 30, device="npu"); c = (b * 2).sum().item()
 small = torch.ones(8, device="npu").sum().item()
 print("RESULT", c, small, dict(noted.asked), torch.npu.memory_allocated() >> 30, flush=True)

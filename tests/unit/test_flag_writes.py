@@ -1,6 +1,8 @@
-"""Which functions write a flag after it was parsed: those that resolve the flags, and a few for Megatron.
+"""Which functions write a flag after it was parsed, or take all parsed flags: those that resolve the flags.
 
-Every other function is given resolved flags and reads them.
+A few others have somebody else's arguments.
+
+Every other function is given the frozen object that holds the flags of its subject, and reads them.
 """
 
 from __future__ import annotations
@@ -42,6 +44,36 @@ OTHERS = {
     "devices/hccl.py:group_options": "no flags: torch's options of a process group",
     "devices/hccl.py:set_buffer": "the same",
     "finetune/rapidformer/state.py:__setattr__": "a script for PAI-Rapidformer sets values of its run",
+}
+# Where a parameter or an attribute is a ``Namespace``: in what parses, checks and resolves flags, makes
+# frozen objects of them (``Part.of`` and others), or has somebody else's. A folder stands for its files.
+WHOLE = {
+    "adaptors/": "the arguments of upstream's scripts",
+    "base/arg_parser.py": "the parser",
+    "commands/patches.py": "a command, which reads the flags that it has parsed",
+    "data/preprocessing/command.py": "the same",
+    "data/preprocessing/corpus.py": "makes a Corpus of parsed flags",
+    "data/preprocessing/data_command.py": "a command, which reads the flags that it has parsed",
+    "data/preprocessing/tokenizer_files.py": "makes TokenizerFiles of parsed flags",
+    "data/preprocessing/windows.py": "makes Windows of parsed flags",
+    "evaluation/lambada.py": "a command, which reads the flags that it has parsed",
+    "evaluation/lm_eval_files.py": "lm-eval's arguments",
+    "finetune/data/data_flags.py": "a check while the flags are parsed",
+    "finetune/rapidformer/engine.py": "a document's interface: a script gives its flags to the engine",
+    "finetune/rapidformer/megatron_models.py": "turns the flags of train into those of pretrain",
+    "finetune/rapidformer/state.py": "a document's interface: a script reads and sets flags",
+    "finetune/run/arguments.py": "parses, checks and resolves",
+    "finetune/run/command.py": "resolves the switches, and makes the frozen objects",
+    "finetune/run/flag_parts.py": "makes frozen objects",
+    "finetune/run/run_plan.py": "makes the frozen flags of a training, whose length is known",
+    "finetune/tasks/": "a task's check while the flags are parsed",
+    "generation/generate.py": "makes Options of parsed flags",
+    "measuring/command.py": "a command, which reads the flags that it has parsed",
+    "measuring/plan.py": "makes a Plan of parsed flags",
+    "options/": "checks of flags that several commands parse, and frozen objects made of them",
+    "planning/command.py": "a command, which reads the flags that it has parsed",
+    "pretrain/flags/": "parses, checks and resolves, and makes frozen objects",
+    "pretrain/run/pretrain.py": "resolves the flags, and makes the plan of the run",
 }
 _NAMES = {"args", "flags", "asked", "namespace", "options", "validated", "parsed"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -89,6 +121,41 @@ def found() -> dict[str, list[str]]:
         for function, target in writes(ast.parse(path.read_text(encoding="utf-8"))):
             result.setdefault(f"{file}:{function}", []).append(target)
     return result
+
+
+def takes_all_flags(tree: ast.AST) -> bool:
+    """Return True if a parameter or an annotated name or attribute is a ``Namespace``."""
+    kinds = [node.annotation for node in ast.walk(tree) if isinstance(node, ast.arg | ast.AnnAssign)]
+    parts = [part for kind in kinds if kind for part in ast.walk(kind)]
+    texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return "Namespace" in {_last(part) for part in parts} | {str(text).rpartition(".")[2] for text in texts}
+
+
+def _last(node: ast.AST) -> str:
+    return ast.unparse(node).rpartition(".")[2] if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def test_all_parsed_flags_are_taken_only_where_flags_are_resolved_or_are_somebody_elses() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    taking = [
+        file for file, path in files.items() if takes_all_flags(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    places = {next((place for place in WHOLE if file.startswith(place)), file) for file in taking}
+    assert sorted(places) == sorted(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(args: Namespace): ...", True),
+        ("def f(*, args: argparse.Namespace | None = None): ...", True),
+        ("def f(args: 'argparse.Namespace'): ...", True),
+        ("class C:\n    flags: Namespace", True),
+        ("def f(args: Flags) -> Namespace: ...", False),
+    ],
+)
+def test_what_takes_all_flags_is_found(code: str, expected: bool) -> None:
+    assert takes_all_flags(ast.parse(code)) is expected
 
 
 def test_flags_are_written_only_where_they_are_resolved_or_somebody_elses() -> None:

@@ -17,7 +17,7 @@ from megatron_npu.planning.calibration import Calibration
 from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.layouts import Layout
-from megatron_npu.planning.rank import notes, peers
+from megatron_npu.planning.rank import measurements, process_groups
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 from megatron_npu.planning.report import Plan, Row
@@ -465,7 +465,7 @@ def test_a_sharded_tensor_has_the_memory_of_its_shard() -> None:
     local = torch.ones(4)
     sharded = torch.Tensor._make_wrapper_subclass(Sharded, (8,), dtype=torch.float32)
     sharded._local_tensor = local
-    storages = notes._Storages("cpu")
+    storages = measurements._Storages("cpu")
     storages.add(sharded)
     assert storages.bytes() == 16
     assert [tensor.data_ptr() for tensor in storages.tensors] == [local.data_ptr()]
@@ -478,5 +478,5 @@ def test_a_rank_does_not_wait_for_machines_that_are_not_there(monkeypatch: pytes
     monkeypatch.setattr(
         first_contact, "_store", lambda: pytest.fail("the rank connects to the other machines")
     )
-    with peers.absent(lambda _: "fake"), first_contact.made():
+    with process_groups.absent(lambda _: "fake"), first_contact.made():
         pass

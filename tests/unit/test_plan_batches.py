@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_npu.planning.job import Job
-from megatron_npu.planning.rank import batches
+from megatron_npu.planning.rank import exchanged_batches
 from megatron_npu.planning.ranks import Ranks
 
 TENSOR: Any = SimpleNamespace(group_name="7")
@@ -33,7 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
 def received(here: Any, folder: Path, sent: Iterable[torch.Tensor], at: Iterable[torch.Tensor]) -> None:
     for rank, tensors in ((0, sent), (1, at)):
         here(rank)
-        with batches.exchanged(folder):
+        with exchanged_batches.exchanged(folder):
             for tensor in tensors:
                 assert dist.broadcast(tensor, 0, group=TENSOR) == "sent"
 
@@ -52,7 +52,7 @@ def test_integers_and_booleans_arrive_in_their_order(here: Any, tmp_path: Path) 
 def test_a_rank_that_receives_nothing_keeps_what_it_has(here: Any, tmp_path: Path) -> None:
     here(1)
     at = torch.arange(3)
-    with batches.exchanged(tmp_path):
+    with exchanged_batches.exchanged(tmp_path):
         dist.broadcast(at, 0, group=TENSOR)
         dist.broadcast(at, 0, group=OUTSIDE)
     assert at.tolist() == [0, 1, 2]
@@ -60,7 +60,7 @@ def test_a_rank_that_receives_nothing_keeps_what_it_has(here: Any, tmp_path: Pat
 
 def test_what_is_larger_than_a_dry_run_knows_is_not_sent(here: Any, tmp_path: Path) -> None:
     here(0)
-    with batches.exchanged(tmp_path):
+    with exchanged_batches.exchanged(tmp_path):
         dist.broadcast(torch.zeros((1 << 17) + 1, dtype=torch.int64), 0, group=TENSOR)
         dist.broadcast(torch.zeros((1 << 23) + 1, dtype=torch.bool), 0, group=TENSOR)
     assert not list(tmp_path.iterdir())

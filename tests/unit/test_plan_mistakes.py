@@ -14,7 +14,7 @@ from megatron_npu.commands import cli
 from megatron_npu.planning import command
 from megatron_npu.planning.hosts import Hosts
 from megatron_npu.planning.job import Job
-from megatron_npu.planning.rank import before_training, notes
+from megatron_npu.planning.rank import before_training, program_lines
 from megatron_npu.planning.ranks import Ranks
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 from megatron_npu.planning.report import Row
@@ -148,9 +148,12 @@ def calling(path: str, expression: str, inner: Any = None) -> Any:
 @pytest.mark.parametrize("wrapper", ["devices/redirect/factories.py", "patching/attribute_patch.py"])
 def test_the_line_that_asks_is_the_programs_and_not_one_of_a_wrapper(wrapper: str) -> None:
     path = f"/somewhere/megatron_npu/{wrapper}"
-    assert calling("/program.py", "inner()", calling(path, "inner()", notes.asking_line))() == "/program.py:2"
-    told = calling("/program.py", "inner()", calling(path, "inner('aten.mm')", notes.calling_lines))()
+    assert (
+        calling("/program.py", "inner()", calling(path, "inner()", program_lines.asking_line))()
+        == "/program.py:2"
+    )
+    told = calling("/program.py", "inner()", calling(path, "inner('aten.mm')", program_lines.calling_lines))()
     assert [frame["filename"] for frame in told[:2]] == ["", "/program.py"]
     with pytest.raises(ZeroDivisionError) as caught:
         calling("/program.py", "inner()", calling(path, "1 / 0"))()
-    assert notes.failing_line(caught.value) == "/program.py:2"
+    assert program_lines.failing_line(caught.value) == "/program.py:2"

@@ -19,7 +19,7 @@ from megatron_npu.planning.hardware import HARDWARE
 from megatron_npu.planning.job import Job
 from megatron_npu.planning.layouts import Layout
 from megatron_npu.planning.pipeline import BACKWARD, FORWARD, Order
-from megatron_npu.planning.rank import notes
+from megatron_npu.planning.rank import measurements
 from megatron_npu.planning.search import DryRun, Found, Search
 from megatron_npu.planning.shape import Shape
 
@@ -83,7 +83,7 @@ def test_orders_that_do_not_fit_together_are_not_timed() -> None:
 def test_a_rank_records_its_passes_and_forgets_them_at_an_update() -> None:
     first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with notes.taken("cpu", lambda: 0) as noted:
+    with measurements.taken("cpu", lambda: 0) as noted:
         for batches in (1, 2):
             outputs = [module(torch.ones(2)).sum() for _ in range(batches) for module in (first, second)]
             for output in outputs[::-1]:

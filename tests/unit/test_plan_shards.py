@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_npu.planning.rank import peers, uneven_shards
+from megatron_npu.planning.rank import process_groups, uneven_shards
 
 ROWS = 10
 
@@ -22,7 +22,7 @@ def check(request, monkeypatch):
     monkeypatch.setenv("RANK", str(request.param))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    with peers.absent(lambda _: "fake"):
+    with process_groups.absent(lambda _: "fake"):
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2,))
         mine = torch.zeros(4 if request.param else 6, 3)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.planning.rank import peers, stage_shapes
+from megatron_npu.planning.rank import process_groups, stage_shapes
 
 SHAPE = (64, 2, 32)
 
@@ -24,7 +24,7 @@ def communicator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     fields = {"use_ring_exchange_p2p": False, "batch_p2p_comm": True, "batch_p2p_sync": False}
     fields |= {"pipeline_dtype": torch.float32, "timers": None, "virtual_pipeline_model_parallel_size": None}
-    with peers.absent(lambda _: "fake"):
+    with process_groups.absent(lambda _: "fake"):
         dist.init_process_group("gloo")
         yield lambda **more: p2p.P2PCommunicator(
             dist.group.WORLD, SimpleNamespace(**fields, mtp_standalone=False, **more)

@@ -4,7 +4,6 @@ folder.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import re
@@ -19,6 +18,7 @@ from megatron_npu.data.preprocessing.bad_rows import FLAG
 from megatron_npu.data.preprocessing.hf_rows import CSV
 from megatron_npu.finetune.data import skipped_rows, text_files
 from megatron_npu.finetune.data.parts import Parts
+from megatron_npu.finetune.run.flag_parts import DataFlags
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,11 +42,11 @@ _PARTS = {
 _PIECE = re.compile(r"([-_.]\d+([-_.]of[-_.]\d+)?([-_.][0-9a-f]{16})?)?")
 
 
-def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) -> Parts:
+def load(flags: DataFlags, skipped: skipped_rows.Skipped | None = None) -> Parts:
     """Return the splits ``train`` and ``validation`` of a dataset, and ``test`` if it exists.
 
     Args:
-        args: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
+        flags: ``data_path`` is a file, a folder with a file per split, a folder written by ``save_to_disk``,
             or the name of a hub dataset, whose configuration is ``data_name``; if there is no validation
             split, ``validation_fraction`` and ``seed`` determine which rows of ``train`` are used for
             validation.
@@ -55,7 +55,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
     Raises:
         UsageError: the dataset does not exist, a file cannot be read, or a split is missing or empty.
     """
-    name, config = named(args)
+    name, config = named(flags)
     files = _files_named(Path(name), config)
     rows: Mapping[str, Sequence[int]] = {}
     if skipped is not None and files:
@@ -74,7 +74,7 @@ def load(args: argparse.Namespace, skipped: skipped_rows.Skipped | None = None) 
         )
     if "validation" not in parts:
         test = parts.pop("test", None)  # parts are in their order, train first
-        parts.split("train", _split(name, len(parts["train"]), args.validation_fraction, args.seed))
+        parts.split("train", _split(name, len(parts["train"]), flags.validation_fraction, flags.seed))
         parts |= {} if test is None else {"test": test}
     return parts
 
@@ -91,18 +91,18 @@ def _sound(
         return _read(name, config, copies, {"keep_in_memory": True, "cache_dir": folder}), rows
 
 
-def named(args: argparse.Namespace) -> tuple[str, str | None]:
+def named(flags: DataFlags) -> tuple[str, str | None]:
     """Return the name or path of the dataset, and its configuration.
 
     Raises:
         UsageError: several paths are given.
     """
-    if not isinstance(args.data_path, str):
+    if not isinstance(flags.data_path, str):
         raise UsageError(
-            f"--data-path accepts only one path, but got {' '.join(args.data_path)}. Pass a folder that "
+            f"--data-path accepts only one path, but got {' '.join(flags.data_path)}. Pass a folder that "
             "contains the files, or a single file."
         )
-    return args.data_path, args.data_name
+    return flags.data_path, flags.data_name
 
 
 def _own_names(found: Mapping[str, Any]) -> dict[str, str]:

@@ -332,3 +332,12 @@ def _drawing(*key: int) -> Iterator[None]:
         finally:
             random.setstate(before)
             np.random.set_state(of_numpy)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the number of tokens in a batch, including padding, or 0 for a batch without text."""
+    for name in ("input_ids", "text", "tokens"):
+        tokens = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(tokens, torch.Tensor):
+            return tokens.numel()
+    return 0

@@ -22,6 +22,7 @@ from megatron_npu.data.tokenization import unknown as unknown_tokens
 from megatron_npu.finetune.data.labels import IGNORED
 from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
 from megatron_npu.finetune.rapidformer import state
+from megatron_npu.finetune.run.flag_parts import PieceFlags
 from megatron_npu.pretrain.data import datasets, tokenizers
 from megatron_npu.pretrain.data.sources import PARTS, blend, sizes_of_parts, split_shares, tell_of_repeated
 from megatron_npu.pretrain.flags.checks import machine
@@ -76,7 +77,7 @@ def build_train_valid_test_datasets_for_huggingface(
         BERTMaskedWordPieceDatasetConfig,
     )
 
-    pieces = word_pieces(state.get_args())
+    pieces = word_pieces(PieceFlags.of(state.get_args()))
     weights, found = _validated(data_prefix, data_impl, pieces.vocab_size)
     for prefix, summary in found:
         if binary_head:

@@ -7,7 +7,6 @@ that are not UTF-8, and rows without a value that the task needs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import io
@@ -23,6 +22,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing.bad_rows import FLAG
 from megatron_npu.data.preprocessing.jsonl import BadRow
 from megatron_npu.finetune.data.parts import Parts
+from megatron_npu.finetune.run.flag_parts import SkipFlags
 
 FILE = "skipped_rows.jsonl"  # in --save
 _BEGINS = 80  # characters of a bad row that are shown
@@ -35,11 +35,11 @@ class Skipped:
     """A record of the rows that have been skipped so far.
 
     Args:
-        args: the flags; only ``skip_bad_rows``, ``save`` and ``rank`` are used.
+        flags: how many rows may be skipped, and where they are listed.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._most = args, args.skip_bad_rows
+    def __init__(self, flags: SkipFlags) -> None:
+        self._flags, self._most = flags, flags.skip_bad_rows
         self._rows: list[BadRow] = []
 
     def add(self, row: BadRow) -> None:
@@ -57,19 +57,19 @@ class Skipped:
 
     def publish(self) -> None:
         """On rank 0, log the number of skipped rows, and list the rows in ``--save`` or on stderr."""
-        if self._args.rank or not self._rows:
+        if self._flags.rank or not self._rows:
             return
         text = "".join(json.dumps(asdict(row)) + "\n" for row in self._rows)
         where = "these"
-        if self._args.save:
-            where = str(Path(self._args.save) / FILE)
+        if self._flags.save:
+            where = str(Path(self._flags.save) / FILE)
             files.write(Path(where), text)
         print(
             f"megatron-npu train: skipped {len(self._rows)} malformed rows: {where}",
             file=sys.stderr,
             flush=True,
         )
-        if not self._args.save:
+        if not self._flags.save:
             print(text, end="", file=sys.stderr, flush=True)
 
 

@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.model.activations import checkpoint_activations
 from megatron_npu.finetune.model.caches import leave_caches_to_generation
+from megatron_npu.finetune.model.compiled_blocks import attention_outside, compile_blocks
 from megatron_npu.finetune.model.gradients import clip, norm_of, scale
-from megatron_npu.finetune.model.graph import attention_outside, compile_blocks
 from megatron_npu.finetune.model.lora import adapt
 from megatron_npu.finetune.model.main_weights import MainWeights
 from megatron_npu.finetune.model.optimizer_settings import Settings, follow

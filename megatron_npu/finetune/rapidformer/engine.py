@@ -24,6 +24,7 @@ from megatron_npu.finetune.model import pair_losses
 from megatron_npu.finetune.model.prepare import AdamOptions, Prepared, prepare
 from megatron_npu.finetune.rapidformer import gathering, providers, state
 from megatron_npu.finetune.run import label_shares, ranks, schedule
+from megatron_npu.finetune.run.flag_parts import MeetingFlags, RateFlags
 from megatron_npu.finetune.run.run_plan import RunPlan
 from megatron_npu.ops.compiled import building
 from megatron_npu.options.switches import Switches
@@ -72,7 +73,7 @@ class RapidformerEngine:
         self._loaders: list[Loader] = []
         self._told_lengths = False
         self.used = False
-        meet(self.args)
+        meet(MeetingFlags.of(self.args))
         seed_everything(self.args.seed)
         state.current().engines.append(self)
 
@@ -138,7 +139,7 @@ class RapidformerEngine:
         args = self.args if plan is None else plan.settled(self.args)
         of_flags = lr_scheduler is None and args.train_iters is not None
         if of_flags:
-            lr_scheduler = schedule.scheduler_fn(args)
+            lr_scheduler = schedule.scheduler_fn(RateFlags.of(args))
         module = providers.as_module(model)
         self.vocabulary = vocabulary.size_of(module)
         self.shifts_labels = label_shares.shifts_labels(module)
@@ -269,7 +270,7 @@ def used() -> int:
     return 0 if run is None else sum(engine.used for engine in run.engines)
 
 
-def meet(args: Namespace) -> None:
+def meet(flags: MeetingFlags) -> None:
     """Create the process group according to a run's flags, and check that all ranks save to the same folder.
 
     Raises:
@@ -277,11 +278,13 @@ def meet(args: Namespace) -> None:
     """
     if dist.is_initialized():
         return
-    join(args.rank, args.world_size, args.distributed_timeout_minutes)
-    if args.world_size > 1:
-        save_folder.require_shared(args.save, per_machine=args.save_per_machine, storage=args.object_storage)
+    join(flags.rank, flags.world_size, flags.distributed_timeout_minutes)
+    if flags.world_size > 1:
+        save_folder.require_shared(
+            flags.save, per_machine=flags.save_per_machine, storage=flags.object_storage
+        )
     else:
-        disks.copy_to(args.object_storage)
+        disks.copy_to(flags.object_storage)
 
 
 def join(rank: int, world_size: int, timeout_minutes: float) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.rapidformer import providers, state
-from megatron_npu.finetune.run import layout
+from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.finetune.run.outcome import Outcome
 from megatron_npu.pretrain.data import datasets as data
 from megatron_npu.pretrain.data.epochs import RoundAndRound
@@ -76,7 +76,7 @@ def session(template: PreTrainer) -> Iterator[None]:
         UsageError: no supported megatron-core is installed, or the flags are inconsistent.
     """
     args = template.engine.args
-    if not layout.is_cut(args) and not _names_megatron(template):
+    if not ModelParallel.of(args).is_cut and not _names_megatron(template):
         yield
         return
     missing = [name for name in _MODEL if getattr(args, name) is None]
@@ -168,7 +168,7 @@ def train(
     )
 
 
-def _complete(args: Namespace, config: TransformerConfig) -> None:
+def _complete(args: Flags, config: TransformerConfig) -> None:
     """Set the precision, recomputation and pipeline options in a template's configuration from the flags."""
     ours = gpt.transformer_config(args)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"):

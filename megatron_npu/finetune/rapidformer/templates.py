@@ -17,7 +17,9 @@ from megatron_npu.finetune.data.loading import Collate, Loader, require_length
 from megatron_npu.finetune.model import pair_losses
 from megatron_npu.finetune.rapidformer import megatron_models, providers
 from megatron_npu.finetune.rapidformer.engine import RapidformerEngine
-from megatron_npu.finetune.run import label_shares, layout, loop
+from megatron_npu.finetune.run import label_shares, loop
+from megatron_npu.finetune.run.flag_parts import LengthFlags
+from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.finetune.run.outcome import Evaluation, Outcome
 from megatron_npu.finetune.run.run_plan import RunPlan
 
@@ -154,11 +156,12 @@ class Finetuner(Template):
         """
         self._require_engine()
         engine = self.engine
-        if layout.is_cut(engine.args):
-            raise layout.cannot_be_cut(engine.args, f"{type(self).__name__}, a Finetuner")
+        layout = ModelParallel.of(engine.args)
+        if layout.is_cut:
+            raise layout.refused_for(f"{type(self).__name__}, a Finetuner")
         data = providers.datasets(self, collates=True)
         batches = self._training_loader(data, shuffle=True)
-        plan = RunPlan.of(engine.args, len(batches), len(data.train))
+        plan = RunPlan.of(LengthFlags.of(engine.args), len(batches), len(data.train))
         model, optimizer, scheduler = providers.model(self)
         prepared = engine.prepare(model, optimizer, scheduler, plan)
         self._require_known_tokens(data)
@@ -207,7 +210,7 @@ class PreTrainer(Template):
         self._require_engine()
         with megatron_models.session(self):
             data = providers.datasets(self, self._samples(), collates=False)
-            whole = not layout.is_cut(self.engine.args)
+            whole = not ModelParallel.of(self.engine.args).is_cut
             batches = self._training_loader(data, shuffle=False) if whole else None
             model, optimizer, scheduler = providers.model(self)
             if batches is None or megatron_models.is_megatron(model):
@@ -219,7 +222,7 @@ class PreTrainer(Template):
     ) -> Outcome:
         """Train a model without model parallelism."""
         engine, args = self.engine, self.engine.args
-        plan = RunPlan.of(args, len(batches))
+        plan = RunPlan.of(LengthFlags.of(args), len(batches))
         prepared = engine.prepare(model, optimizer, scheduler, plan)
         self._require_known_tokens(data)
 
@@ -268,7 +271,7 @@ class PreTrainer(Template):
                 trains by iterations only.
         """
         args = self.engine.args
-        if args.epochs is not None and layout.is_cut(args):
+        if args.epochs is not None and ModelParallel.of(args).is_cut:
             raise UsageError(
                 f"--epochs {args.epochs} cannot be used with a model-parallel model. Remove --epochs, and "
                 "pass --train-iters N instead."

@@ -17,10 +17,11 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization import flags
 from megatron_npu.finetune import tasks
 from megatron_npu.finetune.data import data_flags
-from megatron_npu.finetune.run import layout, ranks
+from megatron_npu.finetune.run import ranks
+from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.options.shared_flags import add_shared
 from megatron_npu.options.switches import add_switches
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 
 Add = Callable[..., Any]
 
@@ -72,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _check(args)
     if args.user_script is None:
         data_flags.refuse_others(args, flags_of_train.get_default)
-    output.sinks(args)
+    logs_and_checkpoints.sinks(args)
     return args
 
 
@@ -155,8 +156,9 @@ def _check_task(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"--task {args.task} requires {flag}. Add {flag}.")
-    if layout.is_cut(args):
-        raise layout.cannot_be_cut(args, f"--task {args.task}")
+    layout = ModelParallel.of(args)
+    if layout.is_cut:
+        raise layout.refused_for(f"--task {args.task}")
 
 
 def _check_schedule(args: argparse.Namespace) -> None:

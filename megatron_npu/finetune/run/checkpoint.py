@@ -13,8 +13,7 @@ import contextlib
 import json
 import pickle
 import random
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,14 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, disks, shared_folder
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.finetune.run import resume_changes
+from megatron_npu.finetune.run.flag_parts import BeginFlags, LoadFlags, SaveFlags
 from megatron_npu.pretrain.checkpoint import (
     checkpoint_description,
     checkpoint_failures,
     checkpoint_files,
     checkpoint_folder,
 )
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.safe_files import safe_load, torch_readers
 
 DESCRIPTION = checkpoint_files.DESCRIPTION_OF_TRAIN
@@ -49,32 +49,32 @@ _SAME = {  # what decides which samples an iteration has
 
 
 @watchdog.phase(watchdog.SAVING)
-def save(args: Namespace, prepared: Prepared, iteration: int) -> Path:
+def save(flags: SaveFlags, prepared: Prepared, iteration: int) -> Path:
     """Write the checkpoint of an iteration, and return its folder. All ranks must call this function.
 
     Raises:
         UnsavedError: the checkpoint could not be written.
     """
     try:
-        with checkpoint_folder.writing(args.save, iteration) as part:
-            _write(args, prepared, iteration, part)
+        with checkpoint_folder.writing(flags.save, iteration) as part:
+            _write(flags, prepared, iteration, part)
     except checkpoint_failures.FAILURES as error:
-        raise checkpoint_failures.unsaved(error, iteration, args.save) from error
-    return checkpoint_files.directory(args.save, iteration)
+        raise checkpoint_failures.unsaved(error, iteration, flags.save) from error
+    return checkpoint_files.directory(flags.save, iteration)
 
 
-def _write(args: Namespace, prepared: Prepared, iteration: int, part: Path) -> None:
-    content = {"train": prepared.state_dict(), "random": {str(args.rank): _random_states()}}
+def _write(flags: SaveFlags, prepared: Prepared, iteration: int, part: Path) -> None:
+    content = {"train": prepared.state_dict(), "random": {str(flags.rank): _random_states()}}
     dcp.save(content, storage_writer=FileSystemWriter(part))
-    if args.rank == 0:
+    if flags.rank == 0:
         version = {checkpoint_description.FORMAT: checkpoint_description.VERSION}
-        description = version | {"iteration": iteration, "arguments": vars(args)}
+        description = version | {"iteration": iteration, "arguments": vars(flags.all_flags)}
         files.write(part / DESCRIPTION, json.dumps(description, indent=1, default=str))
     dist.barrier()
     checksums.write(part)
 
 
-def require_there(args: Namespace) -> None:
+def require_there(flags: BeginFlags) -> None:
     """Check that the ``--load`` folder contains a checkpoint, before anything is loaded.
 
     ``--load`` may also be the ``--save`` folder of a first run, which is still empty, or, without a model
@@ -83,16 +83,18 @@ def require_there(args: Namespace) -> None:
     Raises:
         UsageError: there is no checkpoint, or the path is a file.
     """
-    if not args.load:
+    if not flags.load:
         return
-    folder = Path(args.load)
-    of_transformers = not args.pretrained_model_name_or_path and (folder / "config.json").is_file()
-    begins = output.same_directory(args.load, args.save) or (args.user_script and of_transformers)
+    folder = Path(flags.load)
+    of_transformers = not flags.pretrained_model_name_or_path and (folder / "config.json").is_file()
+    begins = logs_and_checkpoints.same_directory(flags.load, flags.save) or (
+        flags.user_script and of_transformers
+    )
     if folder.exists() and not folder.is_dir():
         raise UsageError(
             f"--load must be a folder that a run wrote with --save, but {folder} is a file. Use another path."
         )
-    if not args.load_last_good and checkpoint_files.newest(folder) is None and not begins:
+    if not flags.load_last_good and checkpoint_files.newest(folder) is None and not begins:
         raise UsageError(
             f"--load {folder} contains no checkpoint; it must be the --save folder of this run, or another "
             f"folder with the file {checkpoint_files.TRACKER}. {checkpoint_files.right_folder(folder)}, or "
@@ -101,7 +103,7 @@ def require_there(args: Namespace) -> None:
 
 
 @watchdog.phase("loading")
-def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
+def load(flags: LoadFlags, prepared: Prepared) -> tuple[int, list[str]]:
     """Load the newest checkpoint from the ``--load`` folder.
 
     With --load-last-good, load the newest undamaged checkpoint.
@@ -114,21 +116,21 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
     Raises:
         UsageError: the checkpoint is damaged, or belongs to another model or other data.
     """
-    whole = checksums.newest_whole(args.load) if args.load_last_good else None
-    place = checkpoint_files.newest(args.load, whole)
-    shared_folder.require_same("--load", args.load, place.name if place else None)
+    whole = checksums.newest_whole(flags.load) if flags.load_last_good else None
+    place = checkpoint_files.newest(flags.load, whole)
+    shared_folder.require_same("--load", flags.load, place.name if place else None)
     if place is None:
-        return 0, [f"there is no checkpoint in {args.load} yet: starting from scratch"]
+        return 0, [f"there is no checkpoint in {flags.load} yet: starting from scratch"]
     found = _description(place)
-    _require_same_data(args, found["arguments"], place)
+    _require_same_data(vars(flags.all_flags), found["arguments"], place)
     said = [f"loaded {place}; resuming from iteration {found['iteration']}"]
-    said += resume_changes.since(args, found["arguments"], place, prepared)
+    said += resume_changes.since(vars(flags.all_flags), found["arguments"], place, prepared)
     content: dict[str, Any] = {"train": prepared.state_dict()}
     if found["arguments"].get("mixed_precision") != "fp16":
         content["train"].pop("loss_scale", None)  # the checkpoint has none
-    same_ranks = found["arguments"].get("world_size") == args.world_size
+    same_ranks = found["arguments"].get("world_size") == flags.world_size
     if same_ranks:
-        content["random"] = {str(args.rank): _random_states()}
+        content["random"] = {str(flags.rank): _random_states()}
     else:
         said.append("the number of ranks has changed, so random numbers start again from --seed")
     with disks.whole(place), checksums.verifying(place), _reading(place):
@@ -137,7 +139,7 @@ def load(args: Namespace, prepared: Prepared) -> tuple[int, list[str]]:
         dcp.load(content, storage_reader=reader)
     prepared.load_state_dict(content["train"])
     if same_ranks:
-        _set_random_states(content["random"][str(args.rank)])
+        _set_random_states(content["random"][str(flags.rank)])
     return found["iteration"], said
 
 
@@ -162,11 +164,11 @@ def _description(place: Path) -> dict[str, Any]:
         ) from error
 
 
-def _require_same_data(args: Namespace, saved: dict[str, Any], place: Path) -> None:
+def _require_same_data(given: Mapping[str, Any], saved: Mapping[str, Any], place: Path) -> None:
     for name, flag in _SAME.items():
-        if name in saved and saved[name] != getattr(args, name):
+        if name in saved and saved[name] != given[name]:
             raise UsageError(
-                f"{flag} is {getattr(args, name)}, but it was {saved[name]} in {place}; it must not change, "
+                f"{flag} is {given[name]}, but it was {saved[name]} in {place}; it must not change, "
                 "because it determines the samples of each iteration. Pass the flags of the original run, "
                 "or start again from the trained weights."
             )

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
-from megatron_npu.finetune.run import arguments, launch, layout, ranks
+from megatron_npu.finetune.run import arguments, launch, ranks
+from megatron_npu.finetune.run.flag_parts import BeginFlags
+from megatron_npu.finetune.run.layout import ModelParallel
 from megatron_npu.options.switch_rules import Place, meant, refuse
 from megatron_npu.options.switches import FULLY, Switches
 from megatron_npu.pretrain.checkpoint import save_folder
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.pretrain.run import last_words
 
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         watchdog.end_with_launcher()  # before what takes time, too: imports, the user's script
     args = arguments.parse(argv)
     if not ranks.launched():
-        local = launch.local_processes(args)
+        local = launch.local_processes(args.nproc_per_node)
         together = arguments.with_ranks(args, ranks.Ranks(world_size=local * launch.machines()))
         if together.world_size > 1:
             _supported(together)
@@ -63,13 +65,13 @@ def train(args: Namespace) -> None:
         UsageError: the input is invalid.
     """
     args = _supported(args, tells=args.rank == 0)
-    output.places(args)
-    output.fetched(args)
+    logs_and_checkpoints.places(args)
+    logs_and_checkpoints.fetched(args)
     from megatron_npu.finetune.rapidformer import engine, state, user_script
     from megatron_npu.finetune.run import checkpoint
     from megatron_npu.pretrain.run.initialize import silence_known_warnings
 
-    checkpoint.require_there(args)
+    checkpoint.require_there(BeginFlags.of(args))
     silence_known_warnings()
     state.set_args(args)
     try:
@@ -81,7 +83,7 @@ def train(args: Namespace) -> None:
                 from megatron_npu.finetune.tasks import template_for
 
                 sharding.silence_views()
-                template_for(args)(engine.RapidformerEngine(args)).train()
+                template_for(args.task)(engine.RapidformerEngine(args)).train()
         watchdog.end()
     except Exception as error:
         if watchdog.failed(error.__cause__ if isinstance(error, UsageError) and error.__cause__ else error):
@@ -102,7 +104,8 @@ def _supported(args: Namespace, *, tells: bool = False) -> Namespace:
     Raises:
         UsageError: a combination of switches is not supported.
     """
-    device, alone, cut = devices.current().name, args.data_parallel_size == 1, layout.is_cut(args)
+    device, alone = devices.current().name, args.data_parallel_size == 1
+    cut = ModelParallel.of(args).is_cut
     if not args.user_script:
         place = Place("transformers", device, alone=alone)
     else:  # no model but Megatron's is cut

@@ -5,7 +5,6 @@ A model that is not from Transformers is written as ``model.safetensors`` with t
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from megatron_npu import devices, watchdog
 from megatron_npu.base import files
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.finetune.run import model_card
+from megatron_npu.finetune.run.flag_parts import SaveFlags
 from megatron_npu.process import deepspeed_device
 
 if TYPE_CHECKING:
@@ -24,27 +24,27 @@ FOLDER = "model"  # in --save
 
 
 @watchdog.phase(watchdog.SAVING)
-def write(args: Namespace, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
+def write(flags: SaveFlags, prepared: Prepared, outcome: Outcome, tokenizer: Any = None) -> Path:
     """Write the model to the folder ``model`` in ``--save``, and return the folder.
 
     All ranks must call this function.
 
     Args:
-        args: the flags.
+        flags: the flags that say where and as what the run is saved.
         prepared: the prepared model, whose shards are gathered on rank 0.
         outcome: the outcome of the training, for the card.
         tokenizer: the tokenizer to include. If None, the tokenizer of ``--pretrained-model-name-or-path`` is
             included, if there is one.
     """
-    place = Path(args.save) / FOLDER
+    place = Path(flags.save) / FOLDER
     weights = prepared.full_weights()
-    if args.rank == 0:
+    if flags.rank == 0:
         with files.new_folder(place, replace=True) as part:
             _save(prepared.module, weights, part)
-            tokenizer = tokenizer or _tokenizer(args)
+            tokenizer = tokenizer or _tokenizer(flags.pretrained_model_name_or_path)
             if hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(part)
-            model_card.write(part, args, prepared, outcome)
+            model_card.write(part, flags, prepared, outcome)
     dist.barrier()
     return place
 
@@ -73,9 +73,8 @@ def _first_of_each(weights: dict[str, Any]) -> list[str]:
     return list(seen.values())
 
 
-def _tokenizer(args: Namespace) -> Any:
+def _tokenizer(name: str | None) -> Any:
     """Return the tokenizer of the initial model, or None if there is none."""
-    name = args.pretrained_model_name_or_path
     if name is None:
         return None
     from transformers import AutoTokenizer

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,14 +26,13 @@ _SECONDS = 900  # for the agents of the other machines, which have met before
 _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
 
 
-def local_processes(args: Namespace) -> int:
+def local_processes(asked: int | None) -> int:
     """Return the number of ranks to start on this machine: the requested number, or one per device.
 
     Raises:
         UsageError: more ranks are requested than there are devices, or more than fit into memory on a CPU.
     """
     device = devices.current()
-    asked: int | None = args.nproc_per_node
     if asked is None:
         return device.count()
     if device.name == "cpu":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,11 +15,12 @@ from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import replicas
 from megatron_npu.devices.rows import Rows
-from megatron_npu.finetune.data.loading import Loader, on_device
+from megatron_npu.finetune.data.loading import Loader, on_device, tokens_in
 from megatron_npu.finetune.model.precision import SMALLEST
 from megatron_npu.finetune.model.prepare import Prepared
 from megatron_npu.finetune.rapidformer import providers
 from megatron_npu.finetune.run import checkpoint, expert_balance, export
+from megatron_npu.finetune.run.flag_parts import LoadFlags, LoopFlags, ReportFlags, SaveFlags
 from megatron_npu.finetune.run.label_shares import Held, MicroBatches
 from megatron_npu.finetune.run.outcome import Evaluation, Outcome
 from megatron_npu.finetune.run.report import Report, Steps
@@ -71,7 +71,11 @@ class Loop:
         evaluations: Evaluations,
     ) -> None:
         self.template, self.engine = template, template.engine
-        self.plan, self.args = plan, plan.settled(self.engine.args)
+        settled = plan.settled(self.engine.args)
+        self.plan, self.flags = plan, LoopFlags.of(settled)
+        self.reported = ReportFlags.of(settled)
+        self.loads = None if settled.load is None else LoadFlags.of(settled)
+        self.saves = SaveFlags.of(settled) if settled.save else None
         self.prepared, self.batches, self.forward = prepared, batches, forward
         self.evaluations = evaluations
         self.outcome = Outcome()
@@ -87,14 +91,14 @@ class Loop:
     def run(self) -> Outcome:
         """Train until the end, or until a flag or a signal stops the training, and return the outcome."""
         said = self._load()
-        with Report(self.args, self.iteration, self.prepared.ledger) as self.report:
+        with Report(self.reported, self.iteration, self.prepared.ledger) as self.report:
             for line in said:
                 self.report.say(f" {line}")
             self.prepared.model.train()
             start = self.iteration * self.plan.micro_batches
             batches = micro_batches(self.template, self.batches.held_forever(start), self._count_tokens)
             balanced = contextlib.nullcontext() if self.balance is None else self.balance.armed()
-            with balanced, Termination(self.args.exit_signal_handler) as termination:
+            with balanced, Termination(self.flags.exit_signal_handler) as termination:
                 self.clock.start()
                 with watchdog.phase("between two steps"):
                     while self.iteration < self.plan.iterations:
@@ -108,27 +112,28 @@ class Loop:
 
     def _load(self) -> list[str]:
         """Resume from the newest checkpoint in --load, if there is one, and return log lines about it."""
-        if self.args.load is None:
+        if self.loads is None:
             return []
-        self.iteration, said = checkpoint.load(self.args, self.prepared)
+        self.iteration, said = checkpoint.load(self.loads, self.prepared)
         self._begin = self.iteration
         return said
 
     def _iterate(self, batches: MicroBatches) -> None:
         """Train for one iteration, and log, evaluate and save if these are due."""
-        args = self.args
+        flags = self.flags
         self._step(batches)
         self.report.tick()
         iteration = self.iteration
-        if iteration % args.log_interval == 0 or iteration in (self._begin + 1, self.plan.iterations):
+        if iteration % flags.log_interval == 0 or iteration in (self._begin + 1, self.plan.iterations):
             self._report()
         if iteration == self.plan.iterations:  # what is done then is done once, at the end
             return
-        if iteration % (args.eval_interval or self.plan.epoch) == 0:
+        if iteration % (flags.eval_interval or self.plan.epoch) == 0:
             self._evaluate()
             self._draw()
-        if args.save_interval and iteration % args.save_interval == 0:
-            self._save()
+        saves = self.saves
+        if saves is not None and saves.save_interval and iteration % saves.save_interval == 0:
+            self._save(saves)
 
     def _count_tokens(self, batch: Any) -> None:
         self._tokens += tokens_in(batch)
@@ -218,8 +223,10 @@ class Loop:
             )
 
     def _compares_replicas(self) -> bool:
-        interval = self.args.check_weight_hash_across_dp_replicas_interval
-        return bool(interval) and (self.iteration + 1) % interval == 0 and self.args.world_size > 1
+        interval = self.flags.check_weight_hash_across_dp_replicas_interval
+        if not interval or self.flags.world_size == 1:
+            return False
+        return (self.iteration + 1) % interval == 0
 
     def _require_gradients(self) -> None:
         """Reject, at the first step, a loss that does not depend on the model's weights."""
@@ -247,7 +254,7 @@ class Loop:
                 self._norms,
                 seconds,
                 learning_rate=float(self.prepared.optimizer.param_groups[0]["lr"]),
-                tokens=round(tokens * self.args.world_size),
+                tokens=round(tokens * self.flags.world_size),
                 scale=self._scale(),
             ),
         )
@@ -256,9 +263,9 @@ class Loop:
         self._losses, self._norms, self._tokens = Rows(), [], 0
 
     def _mean_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        if self.args.world_size > 1:
+        if self.flags.world_size > 1:
             dist.all_reduce(values)
-        return values / self.args.world_size
+        return values / self.flags.world_size
 
     def _evaluate(self) -> None:
         if self.evaluations.valid is None:
@@ -288,9 +295,9 @@ class Loop:
             model.train()
         return found
 
-    def _save(self) -> None:
+    def _save(self, saves: SaveFlags) -> None:
         with self.clock.paused():
-            place = checkpoint.save(self.args, self.prepared, self.iteration)
+            place = checkpoint.save(saves, self.prepared, self.iteration)
         self.outcome.checkpoint = place
         self.report.say(f" saved {place}")
         self.report.write("checkpoint", self.iteration, {"path": str(place)})
@@ -302,7 +309,7 @@ class Loop:
     def _ends(self, termination: Termination) -> bool:
         if termination.requested():
             self.outcome.ended_by = "signal"
-        elif self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
+        elif self.flags.exit_interval and self.iteration % self.flags.exit_interval == 0:
             self.outcome.ended_by = "exit-interval"
         else:
             return False
@@ -318,20 +325,18 @@ class Loop:
             self._evaluate()
         self.outcome.iteration = self.iteration
         is_new = self.iteration > self._begin
-        if self.args.save and is_new and self.outcome.checkpoint != self._place():
-            self._save()
+        saves, last = self.saves, self.outcome.checkpoint
+        if saves is not None and is_new and last != checkpoint_files.directory(saves.save, self.iteration):
+            self._save(saves)
         if complete:
             self._test()  # what it trips over costs no training: that is saved
-            if self.args.save:
-                self._export()
+            if saves is not None:
+                self._export(saves)
         self._draw()
 
-    def _place(self) -> Path:
-        return checkpoint_files.directory(self.args.save, self.iteration)
-
-    def _export(self) -> None:
+    def _export(self, saves: SaveFlags) -> None:
         tokenizer = getattr(self.template, "tokenizer", None)
-        self.outcome.exported = export.write(self.args, self.prepared, self.outcome, tokenizer)
+        self.outcome.exported = export.write(saves, self.prepared, self.outcome, tokenizer)
         self.report.say(f" the trained model was written to {self.outcome.exported}")
 
 
@@ -345,15 +350,6 @@ def untouched_generators() -> Iterator[None]:
     finally:
         device.set_host_rng_state(host)
         device.set_rng_state(own)
-
-
-def tokens_in(batch: Any) -> int:
-    """Return the number of tokens in a batch, including padding, or 0 for a batch without text."""
-    for name in ("input_ids", "text", "tokens"):
-        tokens = batch.get(name) if isinstance(batch, Mapping) else None
-        if isinstance(tokens, torch.Tensor):
-            return tokens.numel()
-    return 0
 
 
 def micro_batches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_npu.base import files
 from megatron_npu.finetune import tasks
 from megatron_npu.finetune.model.prepare import FUSED_OPS, Prepared
+from megatron_npu.finetune.run.flag_parts import SaveFlags
 from megatron_npu.finetune.tasks.declaration import Declaration
 
 if TYPE_CHECKING:
@@ -25,17 +25,18 @@ _FLAGS = """
 """.split()
 
 
-def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -> None:
+def write(folder: Path, flags: SaveFlags, prepared: Prepared, outcome: Outcome) -> None:
     """Write the model card of a trained model.
 
     Args:
         folder: folder of the model.
-        args: flags of its training run.
+        flags: flags of its training run.
         prepared: the model.
         outcome: outcome of the training run.
     """
     of_transformers = hasattr(prepared.module, "save_pretrained")
-    task = tasks.every().get(args.task or "") if of_transformers else None
+    task = tasks.every().get(flags.task or "") if of_transformers else None
+    origin = _origin(flags.pretrained_model_name_or_path)
     kind, pipeline = _kind(prepared.module), _pipeline(task)
     head = [f"pipeline_tag: {pipeline}"] if pipeline else []
     if of_transformers:
@@ -43,8 +44,8 @@ def write(folder: Path, args: Namespace, prepared: Prepared, outcome: Outcome) -
     lines = [
         *(["---", *head, "---", ""] if head else []),
         *(f"# {kind}", ""),
-        f"Trained for {outcome.iteration} iterations by `megatron-npu train`{_origin(args)}.",
-        *("", "## Training", "", *_training(args, prepared)),
+        f"Trained for {outcome.iteration} iterations by `megatron-npu train`{origin}.",
+        *("", "## Training", "", *_training(flags, prepared)),
         *("", "## Results", "", *_results(outcome)),
     ]
     if task is not None and task.head is not None:
@@ -82,27 +83,26 @@ def _kind(module: Any) -> str:
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def _origin(args: Namespace) -> str:
+def _origin(name: str | None) -> str:
     """Return a phrase that names the initial model.
 
     For a folder, it contains the name but not the path.
     """
-    name = args.pretrained_model_name_or_path
     if name is None:
         return ""
     return f", from `{Path(name).name if Path(name).is_dir() else name}`"
 
 
-def _training(args: Namespace, prepared: Prepared) -> Iterator[str]:
+def _training(flags: SaveFlags, prepared: Prepared) -> Iterator[str]:
     yield from ("| flag | value |", "|---|---|")
     for name in _FLAGS:
-        value = getattr(args, name)
+        value = getattr(flags.all_flags, name)
         if value is not None and value is not False and value != "none":  # 0 is a value, and equals False
             yield f"| `{name}` | {value} |"
     yield ""
-    paths = args.data_path if isinstance(args.data_path, list) else [args.data_path]
+    paths = flags.data_path if isinstance(flags.data_path, list) else [flags.data_path]
     names = ", ".join(f"`{Path(path).name}`" for path in paths if path)
-    yield f"- data: {names or 'not named'}{f', {args.data_name}' if args.data_name else ''}"
+    yield f"- data: {names or 'not named'}{f', {flags.data_name}' if flags.data_name else ''}"
     yield from _as_prepared(prepared)
 
 

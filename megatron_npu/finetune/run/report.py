@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from megatron_npu import devices
-from megatron_npu.pretrain.flags.plan_parts import SinkFlags
+from megatron_npu.finetune.run.flag_parts import ReportFlags
 from megatron_npu.pretrain.report.sinks import Sinks
 
 
@@ -44,22 +43,22 @@ class Report(Sinks):
     """The log of a run on rank 0, used as a context manager.
 
     Args:
-        args: the flags.
+        flags: the flags about the log.
         iteration: the first iteration.
         ledger: one line per switch with its effect.
     """
 
-    def __init__(self, args: Namespace, iteration: int, ledger: Sequence[str]) -> None:
+    def __init__(self, flags: ReportFlags, iteration: int, ledger: Sequence[str]) -> None:
         names = ("world_size", "train_iters", "global_batch_size", "seq_length", "task")
-        facts = {name: getattr(args, name) for name in names}
-        self.args = args
-        super().__init__(SinkFlags.of(args), iteration, {**facts, "switches": [*ledger]})
+        facts = {name: getattr(flags, name) for name in names}
+        self.flags = flags
+        super().__init__(flags, iteration, {**facts, "switches": [*ledger]})
         for line in ledger:
             self.say(f" {line}")
         self.say(
-            f" {args.train_iters} iterations of {args.global_batch_size} samples: {args.num_microbatches} x "
-            f"{args.micro_batch_size} on {args.data_parallel_size} "
-            f"rank{'s' * (args.data_parallel_size > 1)} ({devices.current().title}); {args.epoch_iters} "
+            f" {flags.train_iters} iterations of {flags.global_batch_size} samples: {flags.num_microbatches} "
+            f"x {flags.micro_batch_size} on {flags.data_parallel_size} "
+            f"rank{'s' * (flags.data_parallel_size > 1)} ({devices.current().title}); {flags.epoch_iters} "
             "iterations per epoch"
         )
 
@@ -83,7 +82,7 @@ class Report(Sinks):
         if not self.on_rank_0:
             return
         row = self._row(iteration, steps)
-        self.say(_line(self.args, iteration, row))
+        self.say(_line(self.flags, iteration, row))
         self.write("train", iteration, row)
         first = iteration - len(steps.losses) + 1
         for number, loss in enumerate(steps.losses):
@@ -92,12 +91,12 @@ class Report(Sinks):
         self.scalars(iteration, [(name.replace("_", "-"), row[name]) for name in names])
 
     def _row(self, iteration: int, steps: Steps) -> dict[str, Any]:
-        device, args = devices.current(), self.args
+        device, flags = devices.current(), self.flags
         losses, norms, seconds, tokens = steps.losses, steps.norms, steps.seconds, steps.tokens
         memory, finite = device.memory(), [loss for loss in losses if math.isfinite(loss)]
         return {
-            "consumed_samples": iteration * args.global_batch_size,
-            "epoch": iteration / args.epoch_iters,
+            "consumed_samples": iteration * flags.global_batch_size,
+            "epoch": iteration / flags.epoch_iters,
             "loss": sum(finite) / len(finite) if finite else math.nan,
             "losses": losses,
             "grad_norm": norms[-1],
@@ -105,7 +104,7 @@ class Report(Sinks):
             "learning_rate": steps.learning_rate,
             "loss_scale": steps.scale,
             "elapsed_ms": seconds / len(losses) * 1e3,
-            "samples_per_second": args.global_batch_size * len(losses) / seconds,
+            "samples_per_second": flags.global_batch_size * len(losses) / seconds,
             "tokens_per_second": tokens / seconds if tokens else None,
             "peak_memory_bytes": memory.peak,
             "memory_bytes": memory.allocated,
@@ -130,18 +129,18 @@ class Report(Sinks):
         self.scalars(iteration, [(f"loss {part}", loss), *named])
 
 
-def _line(args: Namespace, iteration: int, row: dict[str, Any]) -> str:
+def _line(flags: ReportFlags, iteration: int, row: dict[str, Any]) -> str:
     """Return the console line for a log event, with Megatron's field names where Megatron has the field."""
     norm = "" if row["grad_norm"] is None else f" grad norm: {row['grad_norm']:.3f} |"
     device = devices.current()
     note = f" {device.title} |" if device.simulated else ""
     return (
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d} |"
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{flags.train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} | epoch: {row['epoch']:.3f} |"
         f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
         f" samples per second: {row['samples_per_second']:.2f} |"
         f" learning rate: {row['learning_rate']:.6E} |"
-        f" global batch size: {args.global_batch_size:5d} |"
+        f" global batch size: {flags.global_batch_size:5d} |"
         f" loss: {row['loss']:.6E} | loss scale: {row['loss_scale']:.1f} |{norm}"
         f" number of skipped iterations: {row['skipped_iterations']:3d} |"
         f" peak memory (MiB): {row['peak_memory_bytes'] / 2**20:.0f} |{note}"

@@ -7,7 +7,6 @@ reported by ``checkpoint.load``.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,21 +65,19 @@ OTHERS = (
 FLAGS = (RATE, *SCHEDULE, *OPTIMIZER, *OTHERS)
 
 
-def since(args: Namespace, saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
+def since(flags: Mapping[str, Any], saved: Mapping[str, Any], place: object, prepared: Prepared) -> list[str]:
     """Return one log line for each difference from the checkpoint, or an empty list.
 
     Args:
-        args: the flags of this run.
+        flags: the flags of this run.
         saved: the flags of the run that saved the checkpoint.
         place: the checkpoint.
         prepared: the prepared model, whose optimizer and schedule determine the effects of the flags.
     """
     lines = [
-        printable(f"  {row.flag} {getattr(args, row.name)} (the checkpoint: {saved[row.name]}): {effect}")
+        printable(f"  {row.flag} {flags[row.name]} (the checkpoint: {saved[row.name]}): {effect}")
         for row, effect in _effects(prepared)
-        if row.name in saved
-        and hasattr(args, row.name)
-        and saved[row.name] != _plain(getattr(args, row.name))
+        if row.name in saved and row.name in flags and saved[row.name] != _plain(flags[row.name])
     ]
     return [f"changed since the checkpoint {place}:", *lines] if lines else []
 

@@ -6,6 +6,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.run.flag_parts import LengthFlags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 
 @dataclass(frozen=True)
@@ -28,30 +30,30 @@ class RunPlan:
     samples: int | None = None
 
     @classmethod
-    def of(cls, args: Namespace, batches: int, samples: int | None = None) -> RunPlan:
+    def of(cls, flags: LengthFlags, batches: int, samples: int | None = None) -> RunPlan:
         """Return the plan of a training run.
 
         The run ends at --epochs or --train-iters, whichever comes first.
 
         Args:
-            args: the flags with ranks.
+            flags: the flags about the length.
             batches: batches per rank and epoch.
             samples: see ``RunPlan``.
 
         Raises:
             UsageError: neither --epochs nor --train-iters is given.
         """
-        epoch = batches // args.num_microbatches
-        of_epochs = None if args.epochs is None else args.epochs * epoch
-        ends = [end for end in (args.train_iters, of_epochs) if end is not None]
+        epoch = batches // flags.num_microbatches
+        of_epochs = None if flags.epochs is None else flags.epochs * epoch
+        ends = [end for end in (flags.train_iters, of_epochs) if end is not None]
         if not ends:
             raise UsageError(
                 "neither --epochs nor --train-iters was given. Pass one of them: --epochs N or "
                 "--train-iters N."
             )
-        return cls(min(ends), epoch, args.num_microbatches, samples)
+        return cls(min(ends), epoch, flags.num_microbatches, samples)
 
-    def settled(self, args: Namespace) -> Namespace:
-        """Return the flags with the lengths from the plan, for logs, checkpoints and model cards."""
+    def settled(self, args: Namespace) -> Flags:
+        """Return the flags, frozen, with the lengths from the plan, for logs, checkpoints and model cards."""
         lengths = {"train_iters": self.iterations, "epoch_iters": self.epoch, "train_samples": self.samples}
-        return Namespace(**{**vars(args), **lengths})
+        return Flags(**vars(args)).changed(**lengths)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from megatron_npu.finetune.run.flag_parts import RateFlags
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -36,25 +37,25 @@ def part(iteration: int, *, warmup: int, decay: int, style: str, least: float) -
     return least + left * (1.0 - least)
 
 
-def warmup_iterations(args: Namespace) -> int:
+def warmup_iterations(flags: RateFlags) -> int:
     """Return the number of warm-up iterations."""
-    if args.lr_warmup_fraction is None:
-        return args.lr_warmup_iters
-    return int(args.lr_warmup_fraction * (args.lr_decay_iters or args.train_iters))
+    if flags.lr_warmup_fraction is None:
+        return flags.lr_warmup_iters
+    return int(flags.lr_warmup_fraction * (flags.lr_decay_iters or flags.train_iters))
 
 
-def scheduler_fn(args: Namespace) -> Callable[[Optimizer], LRScheduler]:
+def scheduler_fn(flags: RateFlags) -> Callable[[Optimizer], LRScheduler]:
     """Return a function that creates the scheduler selected by the flags for an optimizer.
 
     Args:
-        args: the flags, with ``train_iters``.
+        flags: the flags about the schedule.
     """
     from torch.optim.lr_scheduler import LambdaLR
 
-    warmup, decay = warmup_iterations(args), args.lr_decay_iters or args.train_iters
-    least = args.min_lr / args.lr if args.lr else 0.0
+    warmup, decay = warmup_iterations(flags), flags.lr_decay_iters or flags.train_iters
+    least = flags.min_lr / flags.lr if flags.lr else 0.0
 
     def at(iteration: int) -> float:
-        return part(iteration, warmup=warmup, decay=decay, style=args.lr_decay_style, least=least)
+        return part(iteration, warmup=warmup, decay=decay, style=flags.lr_decay_style, least=least)
 
     return lambda optimizer: LambdaLR(optimizer, at)

@@ -5,7 +5,6 @@ Each file contains one task, which is a template for Transformers models.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import pkgutil
@@ -39,7 +38,7 @@ def every() -> dict[str, type[Declaration]]:
     return found
 
 
-def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]:
+def template_for(name: str | None) -> type[Finetuner] | type[PreTrainer]:
     """Return a task as a template with which a model can be trained.
 
     Only this call imports the training code.
@@ -47,17 +46,16 @@ def template_for(args: argparse.Namespace) -> type[Finetuner] | type[PreTrainer]
     Raises:
         UsageError: the task does not exist, or a package that it needs is not installed.
     """
-    task = every().get(args.task)
+    task = every().get(name or "")
     if task is None:
         raise UsageError(
-            f"--task must be {' or '.join(every())}, but got {args.task}. Pass one of them, or "
-            "--user-script FILE."
+            f"--task must be {' or '.join(every())}, but got {name}. Pass one of them, or --user-script FILE."
         )
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"--task {args.task} requires the package {error.name}, which cannot be imported ({error}). "
+            f"--task {name} requires the package {error.name}, which cannot be imported ({error}). "
             "Install it: pip install 'megatron_npu[train]'."
         ) from error
     from megatron_npu.finetune.rapidformer import templates

@@ -18,6 +18,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.data import mmap_datasets
 from megatron_npu.finetune.data.word_pieces import WordPieces, word_pieces
 from megatron_npu.finetune.model import pretrained
+from megatron_npu.finetune.run.flag_parts import PieceFlags
 from megatron_npu.finetune.tasks.declaration import Declaration
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.tokenizers import DatasetTokenizer
@@ -89,7 +90,7 @@ class PreTraining(Declaration):
             UsageError: the model has fewer embeddings.
         """
         if self._masked:
-            vocabulary: WordPieces | DatasetTokenizer = word_pieces(self.args)
+            vocabulary: WordPieces | DatasetTokenizer = word_pieces(PieceFlags.of(self.args))
         else:
             vocabulary = DatasetTokenizer(tokenizers.build(TokenizerFlags.of(self.args)))
         known = self._config[0].get_text_config().vocab_size

@@ -15,6 +15,7 @@ from megatron_npu.finetune.data import columns, labels, texts
 from megatron_npu.finetune.data.datasets import named
 from megatron_npu.finetune.data.parts import Parts
 from megatron_npu.finetune.run import metrics
+from megatron_npu.finetune.run.flag_parts import DataFlags
 from megatron_npu.finetune.tasks.task import Batch, Task
 
 # a text with the one that it is compared with: of GLUE, and of data sets like it
@@ -113,7 +114,7 @@ class SequenceClassification(Task):
         loss = float(rows["loss"].mean(dtype="float64"))
         if self.labels.regression:
             return {"loss": loss, **metrics.regression(rows["prediction"], rows["label"])}
-        name, task = named(self.args)
+        name, task = named(DataFlags.of(self.args))
         glue = task if name.rpartition("/")[2] == "glue" else None
         return {"loss": loss, **self._of_classes(rows, glue)}
 

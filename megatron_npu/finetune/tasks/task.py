@@ -25,6 +25,7 @@ from megatron_npu.finetune.data.datasets import load
 from megatron_npu.finetune.data.labels import IGNORED
 from megatron_npu.finetune.data.parts import Parts
 from megatron_npu.finetune.model import pretrained
+from megatron_npu.finetune.run.flag_parts import DataFlags, SkipFlags
 from megatron_npu.finetune.tasks.declaration import Declaration, Flag
 
 EXAMPLE = "example"  # the column that numbers the examples of an evaluation, through all parts
@@ -101,9 +102,9 @@ class Task(Declaration):
         With --skip-bad-rows, rows without required values are omitted.
         """
         if not self.args.skip_bad_rows:
-            return load(self.args)
-        skipped = skipped_rows.Skipped(self.args)
-        found = load(self.args, skipped)
+            return load(DataFlags.of(self.args))
+        skipped = skipped_rows.Skipped(SkipFlags.of(self.args))
+        found = load(DataFlags.of(self.args), skipped)
         names = {part: rows.column_names for part, rows in found.items()}
         skipped_rows.without_value(found, self.needed_columns(names), skipped)
         skipped.publish()

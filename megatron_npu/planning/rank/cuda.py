@@ -32,7 +32,7 @@ from megatron_npu.ops.attention import packed_mask
 from megatron_npu.planning import timeline
 from megatron_npu.planning.fake_cuda import machine, values
 from megatron_npu.planning.fake_cuda.memory import CountedTensors
-from megatron_npu.planning.rank import before_training, notes, peers, routing
+from megatron_npu.planning.rank import before_training, measurements, process_groups, program_lines, routing
 from megatron_npu.planning.replay import Allocator, DeviceFullError
 
 _TOLD = {3: [1, 1, 1]}  # that there are data to train, validate and test on
@@ -57,12 +57,12 @@ def main(path: str) -> int:
         # fake masks have no values: each row is one sequence, as where no document ends inside a sample
         mock.patch.object(packed_mask, "_starts", return_value=[0]),
         _memory(allocator),
-        peers.no_first_contact(),
+        process_groups.no_first_contact(),
     ):
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with (
             machine.running(rank, ranks, _TOLD) as tensors,
-            notes.taken("cuda", lambda: allocator.peak, address=_address(tensors)) as noted,
+            measurements.taken("cuda", lambda: allocator.peak, address=_address(tensors)) as noted,
             before_training.stopping() if specification.get("check") else contextlib.nullcontext(),
             routing.chosen(specification["imbalance"], report, values.fake),
         ):
@@ -79,7 +79,7 @@ def main(path: str) -> int:
                 report["ready"] = True
             except DeviceFullError as error:
                 report["error"], report["out_of_memory"] = str(error), True
-                report["asked_by"] = notes.failing_line(error)
+                report["asked_by"] = program_lines.failing_line(error)
             except BaseException as error:
                 traceback.print_exc()
                 report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
@@ -105,12 +105,12 @@ def main(path: str) -> int:
     os._exit(0)
 
 
-def _note_asked(noted: notes.Notes, operation: str) -> None:
-    noted.asked[f"{notes.asking_line()} ({operation})"] += 1
+def _note_asked(noted: measurements.Measurements, operation: str) -> None:
+    noted.asked[f"{program_lines.asking_line()} ({operation})"] += 1
 
 
 def _calling_lines(tensors: Any) -> list[dict[str, Any]]:
-    return notes.calling_lines(tensors.running)
+    return program_lines.calling_lines(tensors.running)
 
 
 def _address(tensors: Any) -> Callable[[torch.Tensor], int]:

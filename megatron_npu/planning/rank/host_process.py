@@ -31,8 +31,8 @@ _LOOKING = 0.5  # seconds between two looks for a parent that has ended
 _WAITING = 0.05  # seconds between two looks for forks that have ended
 _IMPORTS = {"pretrain": "megatron_npu.pretrain.run.pretrain", "train": "megatron_npu.finetune.run.command"}
 _OF_RANKS = (
-    *("batches", "before_training", "notes", "npu", "peers", "routing", "stage_shapes"),
-    "uneven_shards",
+    *("before_training", "exchanged_batches", "measurements", "npu", "process_groups", "program_lines"),
+    *("routing", "stage_shapes", "uneven_shards"),
 )
 
 

@@ -35,12 +35,12 @@ def main(path: str) -> int:
     import torch_npu  # noqa: F401  (registers torch.npu)
 
     from megatron_npu.commands import cli
-    from megatron_npu.planning.rank import before_training, notes
+    from megatron_npu.planning.rank import before_training, measurements, program_lines
 
     report: dict[str, Any] = {"rank": int(os.environ["RANK"]), "code": None, "error": None}
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
     _record(specification)
-    noting = notes.taken("npu", _peak, lambda tensor: tensor.untyped_storage().data_ptr())
+    noting = measurements.taken("npu", _peak, lambda tensor: tensor.untyped_storage().data_ptr())
     with noting as noted, _around(specification, report):
         asked = _tell_of_asked(noted)
         try:
@@ -51,7 +51,7 @@ def main(path: str) -> int:
             report["ready"] = True
         except torch.OutOfMemoryError as error:
             report["error"], report["out_of_memory"] = str(error).partition("\n")[0], True
-            report["asked_by"] = notes.failing_line(error)
+            report["asked_by"] = program_lines.failing_line(error)
         except BaseException as error:
             traceback.print_exc()
             report["error"] = f"{type(error).__name__}: {str(error)[:400]}"
@@ -83,9 +83,9 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
     a routing.
     """
     from megatron_npu.planning.rank import (
-        batches,
         before_training,
-        peers,
+        exchanged_batches,
+        process_groups,
         routing,
         stage_shapes,
         uneven_shards,
@@ -93,11 +93,11 @@ def _around(specification: dict[str, Any], report: dict[str, Any]) -> Iterator[N
 
     with contextlib.ExitStack() as stack:
         if specification["alone"]:
-            stack.enter_context(peers.absent(peers.of_npu))
+            stack.enter_context(process_groups.absent(process_groups.of_npu))
             stack.enter_context(stage_shapes.nominal())
             stack.enter_context(uneven_shards.unchecked())
             if specification.get("batches"):
-                stack.enter_context(batches.exchanged(Path(specification["batches"])))
+                stack.enter_context(exchanged_batches.exchanged(Path(specification["batches"])))
         if specification.get("check"):
             stack.enter_context(before_training.stopping())
         if specification.get("imbalance") is not None:
@@ -118,7 +118,7 @@ def _record(specification: dict[str, Any]) -> None:
 
 
 def _tell_of_asked(noted: Any) -> Any:
-    from megatron_npu.planning.rank.notes import asking_line
+    from megatron_npu.planning.rank.program_lines import asking_line
     from megatron_npu.sim import build
 
     def asked(operation: bytes) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.planning.rank import callers
+from megatron_npu.planning.rank import program_lines
 
 # Megatron's p2p_communication, 0.12.1 to 0.19: this function receives the shapes for its caller
 _EXCHANGE, _CALLER = "_communicate_shapes", "_communicate"
@@ -45,8 +45,8 @@ def nominal() -> Iterator[None]:
 
 def _caller(frame: FrameType | None) -> FrameType | None:
     """Return the frame of ``_communicate`` if this function is currently exchanging shapes."""
-    exchange = callers.nearest(_EXCHANGE, frame)
-    return exchange and callers.nearest(_CALLER, exchange)
+    exchange = program_lines.nearest(_EXCHANGE, frame)
+    return exchange and program_lines.nearest(_CALLER, exchange)
 
 
 def _receive(operations: list[Any], caller: FrameType) -> None:

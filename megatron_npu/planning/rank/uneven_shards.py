@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_npu.planning.rank import callers
+from megatron_npu.planning.rank import program_lines
 
 # megatron-core, 0.14.0 to main: it gathers the shapes of all shards, then checks that together they reach
 # both ends of each dimension
@@ -31,14 +31,14 @@ def unchecked() -> Iterator[None]:
 
     @functools.wraps(reduce)
     def all_reduce(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        if callers.nearest(_CHECK, sys._getframe(1)):
+        if program_lines.nearest(_CHECK, sys._getframe(1)):
             tensor.fill_(1)
         return reduce(tensor, *given, **named)
 
     @functools.wraps(gather)
     def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
         gather(objects, mine, group)
-        if callers.nearest(_GATHER, sys._getframe(1)):
+        if program_lines.nearest(_GATHER, sys._getframe(1)):
             rank = dist.get_rank(group)
             objects[:] = [mine if at == rank else [0] * len(mine) for at in range(len(objects))]
 

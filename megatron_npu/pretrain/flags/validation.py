@@ -15,10 +15,10 @@ from megatron_npu.pretrain.flags.checks import (
     experts,
     latent,
     length,
+    logs_and_checkpoints,
     machine,
     model,
     optimizer,
-    output,
     parallel,
     step_graph,
     switches,
@@ -82,9 +82,9 @@ def check(args: Namespace, data_check: Callable[[Namespace], None] = data.check)
         optimizer.check,
         model.recompute,
         step_graph.check,
-        output.logging,
-        output.checkpoints,
-        output.places,
+        logs_and_checkpoints.logging,
+        logs_and_checkpoints.checkpoints,
+        logs_and_checkpoints.places,
     ):
         check_group(flags)
     flags.freeze()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def of_the_same_name(kind: type, args: Namespace) -> dict[str, Any]:
+def of_the_same_name(kind: type, flags: Flags) -> dict[str, Any]:
     """Return the flags that have the same names as fields of a megatron-core config."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if field.name in args}
+    return {
+        field.name: getattr(flags, field.name) for field in dataclasses.fields(kind) if field.name in flags
+    }
 
 
-def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
-    """Wrap a model chunk in the data-parallel wrapper that ``args.fully_sharded`` selects.
+def wrap(flags: Flags, config: TransformerConfig, module: torch.nn.Module, stage: int | None) -> Any:
+    """Wrap a model chunk in the data-parallel wrapper that ``fully_sharded`` selects.
 
     Args:
         module: the chunk, on its device and in its precision.
@@ -26,24 +29,24 @@ def wrap(args: Namespace, config: TransformerConfig, module: torch.nn.Module, st
     """
     from megatron.core.distributed import DistributedDataParallel
 
-    if args.fully_sharded == "torch":
+    if flags.fully_sharded == "torch":
         return _torch_fsdp(config, module)
     # the first chunk's communication is overlapped bucket by bucket, that of the others by the first's
     later = {"disable_bucketing": bool(stage)}
-    if args.fully_sharded == "megatron":
+    if flags.fully_sharded == "megatron":
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        return FullyShardedDataParallel(config, _config(args), module, **later)
-    return DistributedDataParallel(config, _config(args), module, **later)
+        return FullyShardedDataParallel(config, _config(flags), module, **later)
+    return DistributedDataParallel(config, _config(flags), module, **later)
 
 
-def _config(args: Namespace) -> Any:
+def _config(flags: Flags) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    values = of_the_same_name(DistributedDataParallelConfig, args)
-    values["grad_reduce_in_fp32"] = args.accumulate_allreduce_grads_in_fp32
-    if args.fully_sharded:
-        values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": args.fsdp_strategy}
+    values = of_the_same_name(DistributedDataParallelConfig, flags)
+    values["grad_reduce_in_fp32"] = flags.accumulate_allreduce_grads_in_fp32
+    if flags.fully_sharded:
+        values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": flags.fsdp_strategy}
     return DistributedDataParallelConfig(**values)
 
 

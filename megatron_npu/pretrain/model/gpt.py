@@ -1,6 +1,6 @@
 """Build the GPT model, its optimizer and its schedule from flags, using megatron-core's classes.
 
-Functions that fill a megatron-core config take all flags (``args``), because the fields of the config depend
+Functions that fill a megatron-core config take all flags (``Flags``), because the fields of the config depend
 on the installed version; each field has the name of its flag (``data_parallel.of_the_same_name``).
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.ops.optimizers.adam import FusedAdam
 from megatron_npu.options import memory_flags
 from megatron_npu.options.attention_flags import AttentionFlags
+from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.plan_parts import ExpertFlags, ModelFlags, ScheduleFlags
 from megatron_npu.pretrain.flags.run_plan import RunPlan
 from megatron_npu.pretrain.model import data_parallel
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def dtype(args: Namespace) -> torch.dtype:
+def dtype(flags: Flags) -> torch.dtype:
     """Return the dtype of weights and activations that the flags select."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return torch.bfloat16 if flags.bf16 else torch.float16 if flags.fp16 else torch.float32
 
 
-def _activation(args: Namespace) -> dict[str, Any]:
-    gated = args.swiglu
+def _activation(flags: Flags) -> dict[str, Any]:
+    gated = flags.swiglu
     return {
         "gated_linear_unit": gated,
         "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
-        "bias_activation_fusion": args.bias_swiglu_fusion if gated else args.bias_gelu_fusion,
+        "bias_activation_fusion": flags.bias_swiglu_fusion if gated else flags.bias_gelu_fusion,
     }
 
 
-def _require_softmax(args: Namespace, known: set[str]) -> None:
-    if args.softmax_type != "vanilla" and "softmax_type" not in known:
+def _require_softmax(flags: Flags, known: set[str]) -> None:
+    if flags.softmax_type != "vanilla" and "softmax_type" not in known:
         raise UsageError(
-            f"--softmax-type {args.softmax_type} requires megatron-core 0.15 or later, but an older "
+            f"--softmax-type {flags.softmax_type} requires megatron-core 0.15 or later, but an older "
             "version is installed",
             remedy="Remove the flag, or install that version.",
         )
 
 
-def transformer_config(args: Namespace) -> TransformerConfig:
+def transformer_config(flags: Flags) -> TransformerConfig:
     """Return the model's configuration as megatron-core's ``TransformerConfig``.
 
     Its ``attention_flags`` contain the fused-attention flags.
@@ -69,24 +69,24 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    values = of_the_same_name(kind, args)
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    kind = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
+    values = of_the_same_name(kind, flags)
+    interleaved = flags.virtual_pipeline_model_parallel_size is not None
     values |= {
-        "num_moe_experts": args.num_experts,
-        "params_dtype": dtype(args),
-        "pipeline_dtype": dtype(args),
-        "attention_backend": AttnBackend[args.attention_backend],
+        "num_moe_experts": flags.num_experts,
+        "params_dtype": dtype(flags),
+        "pipeline_dtype": dtype(flags),
+        "attention_backend": AttnBackend[flags.attention_backend],
         "transformer_impl": "local",
-        **_activation(args),
+        **_activation(flags),
         "deallocate_pipeline_outputs": True,
         # batched sends of two chunks to one neighbour carry no tag: with 2 stages they get mixed up
-        "overlap_p2p_comm": args.overlap_p2p_comm and interleaved,
-        "batch_p2p_comm": not (args.overlap_p2p_comm and interleaved),
+        "overlap_p2p_comm": flags.overlap_p2p_comm and interleaved,
+        "batch_p2p_comm": not (flags.overlap_p2p_comm and interleaved),
     }
     # the loop's affair (--cuda-graph-impl); upstream would ask for TransformerEngine
     known = {field.name for field in dataclasses.fields(kind)} - {"cuda_graph_impl", "cuda_graph_scope"}
-    _require_softmax(args, known)
+    _require_softmax(flags, known)
     try:
         # transformer_impl came with 0.14; before, the layer spec alone says it
         config = kind(**{name: value for name, value in values.items() if name in known})
@@ -94,12 +94,12 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         raise
     except (AssertionError, ValueError) as error:
         raise UsageError(f"megatron-core rejects this model: {error}", remedy="Change the flags.") from error
-    config.attention_flags = AttentionFlags.from_args(args)  # for the adaptor of core attention; no field
+    config.attention_flags = AttentionFlags.from_args(flags)  # for the adaptor of core attention; no field
     if "window_attn_skip_freq" not in known:  # before 0.15, for the same
-        config.layers_with_window = args.window_attn_skip_freq
+        config.layers_with_window = flags.window_attn_skip_freq
     if "offload_modules" not in known:  # nor these before 0.16, for the adaptor of activation_offloading
-        config.offload_modules = args.offload_modules
-        config.min_offloaded_tensor_size = args.min_offloaded_tensor_size
+        config.offload_modules = flags.offload_modules
+        config.min_offloaded_tensor_size = flags.min_offloaded_tensor_size
     return config
 
 
@@ -228,28 +228,28 @@ def at_ends(stage: int | None = None) -> tuple[bool, bool]:
     return first, parallel_state.is_pipeline_last_stage(**chunk)
 
 
-def on_device(args: Namespace, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
+def on_device(flags: Flags, config: TransformerConfig, module: torch.nn.Module) -> torch.nn.Module:
     """Move a module to the device and, if the flags request it, to half precision with fp32 outputs."""
     from megatron.core.transformer.module import Float16Module
 
     module = module.to(devices.current().torch_device())
-    return Float16Module(config, module) if args.fp16 or args.bf16 else module
+    return Float16Module(config, module) if flags.fp16 or flags.bf16 else module
 
 
-def build(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+def build(flags: Flags, config: TransformerConfig) -> list[DistributedDataParallel]:
     """Build on the device the chunks of the model that belong to this process.
 
     Without interleaving, there is one chunk.
     """
-    stages, flags, chunks = args.virtual_pipeline_model_parallel_size, ModelFlags.of(args), []
+    stages, model, chunks = flags.virtual_pipeline_model_parallel_size, ModelFlags.of(flags), []
     for stage in range(stages) if stages else [None]:
         mean_stage(stage)
-        chunks.append(wrapped(args, config, gpt(flags, config, stage, *at_ends(stage)), stage))
+        chunks.append(wrapped(flags, config, gpt(model, config, stage, *at_ends(stage)), stage))
     return chunks
 
 
 def wrapped(
-    args: Namespace, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
+    flags: Flags, config: TransformerConfig, module: torch.nn.Module, stage: int | None = None
 ) -> DistributedDataParallel:
     """Return a model chunk on the device, in the selected precision and inside a data-parallel wrapper.
 
@@ -260,27 +260,27 @@ def wrapped(
 
     for parameter in module.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return data_parallel.wrap(args, config, on_device(args, config, module), stage)
+    return data_parallel.wrap(flags, config, on_device(flags, config, module), stage)
 
 
-def optimizer(args: Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+def optimizer(flags: Flags, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Return megatron-core's optimizer with main weights, loss scaling, gradient clipping and
     weight-decay groups.
     """
     from megatron.core import optimizer as upstreams
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    if args.swap_optimizer:
+    if flags.swap_optimizer:
         memory_flags.refuse_foreign_adam(upstreams.Adam, FusedAdam)
-    FusedAdam.swap_moments = args.swap_optimizer
-    values = of_the_same_name(OptimizerConfig, args) | {"params_dtype": dtype(args)}
-    values |= {f"{what}_dtype": _TYPES[getattr(args, f"{what}_dtype")] for what in memory_flags.NARROW}
+    FusedAdam.swap_moments = flags.swap_optimizer
+    values = of_the_same_name(OptimizerConfig, flags) | {"params_dtype": dtype(flags)}
+    values |= {f"{what}_dtype": _TYPES[getattr(flags, f"{what}_dtype")] for what in memory_flags.NARROW}
     make = get_megatron_optimizer
-    if args.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # until 0.17
+    if flags.optimizer == "muon" and hasattr(OptimizerConfig, "muon_use_nesterov"):  # until 0.17
         from megatron.core.optimizer import muon
 
         make = muon.get_megatron_muon_optimizer
-        values["muon_use_nesterov"] = args.muon_nesterov
+        values["muon_use_nesterov"] = flags.muon_nesterov
     result = make(OptimizerConfig(**values), model)
     for part in getattr(result, "chained_optimizers", [result]):
         # before the first update there are no moments, and a checkpoint without them cannot be loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,14 +68,14 @@ def _added(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     return whole.removeprefix(head) if whole.startswith(head) else tokenizer.decode(tokens)
 
 
-def check(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Check the prompts while the flags are being resolved, before anything is built.
+def require_room(prompts: Sequence[str], positions: int, tokenizer: Tokenizer) -> None:
+    """Check the prompts of ``--sample-prompt``, before a model with this number of positions is built.
 
     Raises:
         UsageError: a prompt is too long for the model, or contains text that the tokenizer cannot encode.
     """
-    for prompt in args.sample_prompt or []:
-        number, most = len(ids_of(tokenizer, prompt)), args.max_position_embeddings - 1
+    for prompt in prompts:
+        number, most = len(ids_of(tokenizer, prompt)), positions - 1
         if number > most:
             raise UsageError(
                 f"a --sample-prompt must have at most {most} tokens, one less than "

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import time
-from argparse import Namespace
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation import chat_template
+from megatron_npu.pretrain.flags.plan_parts import TokenizerFlags
 from tests.support.tokenizers_made import byte_level
 
 MESSAGES = [
@@ -41,13 +41,13 @@ TEMPLATES = {
 }
 
 
-def folder_with(folder, template=None, **config) -> Namespace:
+def folder_with(folder, template=None, **config) -> TokenizerFlags:
     byte_level(special=("<|endoftext|>", "<s>")).save(str(folder / "tokenizer.json"))
     values = {"eos_token": "<|endoftext|>", "bos_token": "<s>", **config}
     if template is not None:
         values["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
-    return Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return TokenizerFlags("HuggingFaceTokenizer", str(folder))
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -72,7 +72,7 @@ def test_where_a_template_may_be(tmp_path):
     assert chat_template.of(folder_with(tmp_path, several)).source == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert chat_template.of(args).source == "d"
-    assert chat_template.of(Namespace(tokenizer_type="GPT2BPETokenizer", tokenizer_model=None)) is None
+    assert chat_template.of(TokenizerFlags("GPT2BPETokenizer")) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 
-output = pytest.importorskip("megatron_npu.pretrain.flags.checks.output")
+output = pytest.importorskip("megatron_npu.pretrain.flags.checks.logs_and_checkpoints")
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "msc://profile/run", "memory://run"])

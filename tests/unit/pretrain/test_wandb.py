@@ -19,7 +19,7 @@ import pytest
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.pretrain.flags import arguments
-from megatron_npu.pretrain.flags.checks import output
+from megatron_npu.pretrain.flags.checks import logs_and_checkpoints
 from megatron_npu.pretrain.flags.plan_parts import LogFlags, WandbFlags
 from megatron_npu.pretrain.report import log, wandb_run
 from megatron_npu.pretrain.run import pretrain
@@ -154,14 +154,14 @@ def test_other_ranks_have_none(wandb):
 def test_half_of_it_is_refused(wandb, changes, named):
     values = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_save_dir": None, "wandb_entity": None}
     with pytest.raises(UsageError, match=named):
-        output.wandb(Namespace(**(values | {"save": "here"} | changes)))
+        logs_and_checkpoints.wandb(Namespace(**(values | {"save": "here"} | changes)))
 
 
 def test_where_it_is_absent_one_line_says_so(monkeypatch, flags):
-    monkeypatch.setattr(output, "is_installed", lambda name: name != "wandb")
+    monkeypatch.setattr(logs_and_checkpoints, "is_installed", lambda name: name != "wandb")
     args = arguments.parse(flags("--wandb-project", "p", "--save", "here"))
     with pytest.raises(UsageError, match=r"wandb package, which is not installed.*pip install wandb"):
-        output.wandb(args)
+        logs_and_checkpoints.wandb(args)
 
 
 def test_nothing_of_it_is_imported_unasked(train, monkeypatch, tmp_path):

@@ -37,7 +37,7 @@ from megatron_npu.ops.attention.context_parallel.packed import (
     token_indices,
 )
 from megatron_npu.ops.attention.context_parallel.ring import ring_attention
-from megatron_npu.ops.attention.context_parallel.sequence import (
+from megatron_npu.ops.attention.context_parallel.sequence_exchange import (
     a2a_gather_heads,
     a2a_gather_sequence,
     all_gather,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import backport
-from megatron_npu.base.view import View
+from megatron_npu.base.object_view import View
 
 _UNTIL = "not fixed up to 0.19.2, #7452/{}"
 

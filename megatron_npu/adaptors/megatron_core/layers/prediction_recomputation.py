@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_npu.adaptors.megatron_core.decorators import around
-from megatron_npu.base.view import View
+from megatron_npu.base.object_view import View
 
 
 @around(

@@ -54,7 +54,7 @@ def tokenizer(args: Namespace) -> Tokenizer:
     derive.tokenizer_hashes(args, tokenizers.hashes(flags))
     derive.vocabulary(args, tokenizers.model_vocabulary(flags, result))
     derive.padded_vocab_size(args)
-    drawn_texts.check(args, result)
+    drawn_texts.require_room(args.sample_prompt or [], args.max_position_embeddings, result)
     return result
 
 

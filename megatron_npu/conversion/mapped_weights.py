@@ -21,7 +21,7 @@ _MANY = 4
 
 
 @dataclass(frozen=True)
-class Weights:
+class MappedWeights:
     """The tensors in a Hugging Face folder, which are accessed by their names in the weight map.
 
     Attributes:
@@ -41,17 +41,19 @@ class Weights:
         return self.source.in_pieces(self.stored[name])
 
 
-def open_folder(folder: Path, family: Family) -> Weights:
+def open_folder(folder: Path, family: Family) -> MappedWeights:
     """Open the tensors in a Hugging Face folder.
 
     Raises:
         UsageError: the folder has no weights, or the weights are damaged.
     """
     source = Source(folder)
-    return Weights(source, {name: stored for stored, name in family.canonical_names(source.names()).items()})
+    return MappedWeights(
+        source, {name: stored for stored, name in family.canonical_names(source.names()).items()}
+    )
 
 
-def check_names(found: Weights, family: Family, args: Flags) -> None:
+def check_names(found: MappedWeights, family: Family, args: Flags) -> None:
     """Check that each stored tensor is used by exactly one mapping, and that no tensor is missing.
 
     The files may also contain tied copies of other tensors, and tensors that can be derived from the
@@ -72,7 +74,7 @@ def check_names(found: Weights, family: Family, args: Flags) -> None:
         raise _bad_tensors(found, "has", rest, "must contain only the tensors")
 
 
-def _wanted(found: Weights, family: Family, args: Flags) -> set[str]:
+def _wanted(found: MappedWeights, family: Family, args: Flags) -> set[str]:
     """Return the names of all tensors that the mappings use, after checking that the tensors exist."""
     wanted: set[str] = set()
     missing: list[str] = []
@@ -89,7 +91,7 @@ def _wanted(found: Weights, family: Family, args: Flags) -> set[str]:
     return wanted
 
 
-def _bad_tensors(found: Weights, verb: str, names: Iterable[str], expected: str) -> UsageError:
+def _bad_tensors(found: MappedWeights, verb: str, names: Iterable[str], expected: str) -> UsageError:
     return UsageError(
         f"{found.source.folder} {verb} {_listed(names)}, but it {expected} of the model that config.json "
         "describes. Correct config.json, or get a fresh copy of the files."
@@ -101,7 +103,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MANY]) + (" and more" if len(names) > _MANY else "")
 
 
-def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
+def common_dtype(found: MappedWeights, weight_map: Iterable[WeightMapping]) -> str:
     """Return the dtype that all tensors in the weight map share, under Megatron's name.
 
     Raises:
@@ -117,20 +119,20 @@ def common_dtype(found: Weights, weight_map: Iterable[WeightMapping]) -> str:
     )
 
 
-def stored_dtype(found: Weights) -> torch.dtype:
+def stored_dtype(found: MappedWeights) -> torch.dtype:
     """Return the dtype of the stored tensors, or fp32 if they have different dtypes."""
     kinds = {found.source.dtype(name) for name in found.source.names()}
     return getattr(torch, kinds.pop()) if len(kinds) == 1 else torch.float32
 
 
-def memory_to_convert(found: Weights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
+def memory_to_convert(found: MappedWeights, weight_map: Iterable[WeightMapping], dtype: torch.dtype) -> int:
     """Return the number of bytes that a conversion needs: all weights plus twice the largest weight."""
     numbers = [sum(found.source.numel(found.stored[name]) for name in mapping.hf) for mapping in weight_map]
     return (sum(numbers) + 2 * max(numbers)) * dtype.itemsize
 
 
 @torch.no_grad()
-def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[WeightMapping]) -> None:
+def fill(targets: Mapping[str, Tensor], found: MappedWeights, weight_map: Iterable[WeightMapping]) -> None:
     """Fill every parameter of a ``GPTModel`` in host memory, one mapping after another.
 
     Raises:
@@ -144,7 +146,7 @@ def fill(targets: Mapping[str, Tensor], found: Weights, weight_map: Iterable[Wei
         raise AssertionError(f"no mapping fills {_listed(unfilled)}")
 
 
-def _checked(mapping: WeightMapping, target: Tensor, found: Weights) -> Sequence[Tensor]:
+def _checked(mapping: WeightMapping, target: Tensor, found: MappedWeights) -> Sequence[Tensor]:
     """Return the Hugging Face tensors of a mapping after checking their shapes.
 
     Raises:

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ Address = Callable[[torch.Tensor], int] | None
 
 
 @dataclass
-class Notes:
+class Measurements:
     """The measurements of one rank; see ``taken``.
 
     Attributes:
@@ -53,8 +50,8 @@ class Notes:
 class _Watch:
     """Records where peak memory rises, at the beginning and end of modules and optimizer calls."""
 
-    def __init__(self, notes: Notes, device: str, peak: Callable[[], int], address: Address) -> None:
-        self.notes, self._device, self._peak, self._address = notes, device, peak, address
+    def __init__(self, found: Measurements, device: str, peak: Callable[[], int], address: Address) -> None:
+        self.measured, self._device, self._peak, self._address = found, device, peak, address
         self._seen = 0
         self._phase, self._stack = "building the model", []  # type: ignore[var-annotated]
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -66,7 +63,7 @@ class _Watch:
         if peak > self._seen:
             self._seen = peak
             where = self._stack[-1] if self._stack else ""
-            self.notes.place = f"{self._phase}, {where}" if where else self._phase
+            self.measured.place = f"{self._phase}, {where}" if where else self._phase
 
     def enter(self, module: torch.nn.Module, _: Any) -> None:
         self.look()
@@ -80,7 +77,7 @@ class _Watch:
         if self._names.get(module, "").endswith("output_layer"):
             first = output[0] if isinstance(output, tuple) else output
             if isinstance(first, torch.Tensor):
-                self.notes.logits = max(self.notes.logits, first.numel() * first.element_size())
+                self.measured.logits = max(self.measured.logits, first.numel() * first.element_size())
         self.look()
         if self._stack:
             self._stack.pop()
@@ -103,14 +100,14 @@ class _Watch:
 
     def updating(self, *_: Any) -> None:
         self.look()
-        self.notes.order = self._order.taken() or self.notes.order
+        self.measured.order = self._order.taken() or self.measured.order
         self._phase = "optimizer step"
 
     def updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.look()
         self._phase = "after the update"
-        self.notes.updates += 1
-        if self.notes.updates < 9:  # the optimizers of a chain, in the first iteration
+        self.measured.updates += 1
+        if self.measured.updates < 9:  # the optimizers of a chain, in the first iteration
             self.count(optimizer)
 
     def count(self, *_: Any) -> None:
@@ -135,14 +132,14 @@ class _Watch:
                 for state in each.state.values():
                     for value in state.values() if isinstance(state, dict) else ():
                         states.add(value)
-        notes = self.notes
-        notes.weights = weights.bytes()
-        notes.gradients = gradients.bytes(weights)
-        notes.optimizer = states.bytes(weights, gradients)
+        measured = self.measured
+        measured.weights = weights.bytes()
+        measured.gradients = gradients.bytes(weights)
+        measured.optimizer = states.bytes(weights, gradients)
         if self._address is not None:
             kinds = {"optimizer": states, "gradients": gradients, "weights": weights}
             told = {self._address(tensor): kind for kind, each in kinds.items() for tensor in each.tensors}
-            notes.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
+            measured.addresses = {kind: [at for at, own in told.items() if own == kind] for kind in kinds}
 
 
 class _Order:
@@ -197,7 +194,7 @@ class _Storages:
 
 
 @contextlib.contextmanager
-def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Notes]:
+def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iterator[Measurements]:
     """Measure the memory of a rank inside the ``with`` block.
 
     Args:
@@ -205,8 +202,8 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
         peak: returns the peak number of bytes in use so far.
         address: returns the address of a tensor's memory. If None, addresses are not recorded.
     """
-    notes = Notes()
-    watch = _Watch(notes, device, peak, address)
+    found = Measurements()
+    watch = _Watch(found, device, peak, address)
     handles = [
         modules.register_module_forward_pre_hook(watch.enter),
         modules.register_module_forward_hook(watch.leave),
@@ -214,49 +211,8 @@ def taken(device: str, peak: Callable[[], int], address: Address = None) -> Iter
         optimizers.register_optimizer_step_post_hook(watch.updated),
     ]
     try:
-        yield notes
+        yield found
         watch.look()
     finally:
         for handle in handles:
             handle.remove()
-
-
-# of files whose lines are nobody's program: torch's, and ours that stand between a program and torch
-_BELOW = (
-    *("/torch/", "/torch_npu/", "megatron_npu/planning", "megatron_npu/sim", "<"),
-    *("megatron_npu/devices/redirect", "megatron_npu/patching"),
-)
-
-
-def asking_line() -> str:
-    """Return the line of the program, outside torch, that is currently being executed."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not any(part in frame.f_code.co_filename for part in _BELOW):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "torch"
-
-
-def calling_lines(operation: str) -> list[dict[str, Any]]:
-    """Return the operation and the calling lines of the program outside torch, in the format of a memory
-    snapshot.
-    """
-    lines: list[dict[str, Any]] = [{"filename": "", "line": 0, "name": operation}]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not any(part in code.co_filename for part in _BELOW):
-            lines.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return lines
-
-
-def failing_line(error: BaseException) -> str:
-    """Return the innermost line of the program, outside torch, at which an error was raised."""
-    lines = [
-        f"{frame.f_code.co_filename}:{number}"
-        for frame, number in traceback.walk_tb(error.__traceback__)
-        if not any(part in frame.f_code.co_filename for part in _BELOW)
-    ]
-    return lines[-1] if lines else "torch"

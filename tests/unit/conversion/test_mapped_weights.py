@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("safetensors")
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.conversion import hf_files, verify, weights
+from megatron_npu.conversion import hf_files, mapped_weights, verify
 from megatron_npu.conversion.families import FAMILIES
 
 GPT2, LLAMA = FAMILIES["gpt2"], FAMILIES["llama"]
@@ -56,9 +56,9 @@ def gpt2() -> dict[str, torch.Tensor]:
 def found(tmp_path):
     """Return a function: tensors -> the weights of a folder with them."""
 
-    def stored(tensors: dict[str, torch.Tensor], family=GPT2) -> weights.Weights:
+    def stored(tensors: dict[str, torch.Tensor], family=GPT2) -> mapped_weights.MappedWeights:
         hf_files.write(tmp_path, tensors.items(), tensors, 1 << 30)
-        return weights.open_folder(tmp_path, family)
+        return mapped_weights.open_folder(tmp_path, family)
 
     return stored
 
@@ -76,10 +76,10 @@ def targets() -> dict[str, torch.Tensor]:
 
 def test_whole_files_fill_every_parameter_and_come_back(found):
     stored, filled = found(gpt2()), targets()
-    weights.check_names(stored, GPT2, ARGS)
-    weights.fill(filled, stored, GPT2.weight_map(ARGS))
+    mapped_weights.check_names(stored, GPT2, ARGS)
+    mapped_weights.fill(filled, stored, GPT2.weight_map(ARGS))
     assert not any(tensor.isnan().any() for tensor in filled.values())
-    back = dict(weights.to_hf(filled, GPT2.weight_map(ARGS)))
+    back = dict(mapped_weights.to_hf(filled, GPT2.weight_map(ARGS)))
     assert back.keys() == gpt2().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in gpt2().items())
 
@@ -91,8 +91,8 @@ def test_names_without_the_prefix_masks_and_a_tied_copy(found):
     tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     stored = found(tensors)
-    weights.check_names(stored, GPT2, ARGS)
-    weights.fill(targets(), stored, GPT2.weight_map(ARGS))
+    mapped_weights.check_names(stored, GPT2, ARGS)
+    mapped_weights.fill(targets(), stored, GPT2.weight_map(ARGS))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_missing_or_left_over_is_named(found, change, named):
     tensors = gpt2()
     change(tensors)
     with pytest.raises(UsageError, match=r"config\.json") as caught:
-        weights.check_names(found(tensors), GPT2, ARGS)
+        mapped_weights.check_names(found(tensors), GPT2, ARGS)
     assert named in str(caught.value)
 
 
@@ -134,12 +134,12 @@ def test_layers_that_no_file_holds_are_not_counted_to_their_end(found):
                 yield mapping
 
     with pytest.raises(UsageError, match=r"lacks .*h\.1\..* and more"):
-        weights.check_names(found(gpt2()), Counting, Namespace(**{**vars(ARGS), "num_layers": 10**9}))
+        mapped_weights.check_names(found(gpt2()), Counting, Namespace(**{**vars(ARGS), "num_layers": 10**9}))
 
 
 def test_the_proof_sees_the_last_number_of_a_tensor(found, monkeypatch):
     filled = targets()
-    weights.fill(filled, found(gpt2()), GPT2.weight_map(ARGS))
+    mapped_weights.fill(filled, found(gpt2()), GPT2.weight_map(ARGS))
     monkeypatch.setattr(hf_files, "_PIECE", 50)
     count = verify._compare_tensors(filled, found(gpt2()), GPT2, ARGS, torch.float32)
     assert count == len(gpt2())
@@ -154,14 +154,16 @@ def test_what_is_asked_of_memory(found):
     """All weights, and the largest twice more: of this model the MLP's [4, 16]."""
     tensors = gpt2()
     numbers = sum(tensor.numel() for tensor in tensors.values()) + 2 * 4 * H * H
-    assert weights.memory_to_convert(found(tensors), GPT2.weight_map(ARGS), torch.bfloat16) == 2 * numbers
+    assert (
+        mapped_weights.memory_to_convert(found(tensors), GPT2.weight_map(ARGS), torch.bfloat16) == 2 * numbers
+    )
 
 
 def test_another_shape_is_named(found):
     name = "transformer.h.0.mlp.c_fc.weight"
     stored = found({**gpt2(), name: torch.ones(4 * H, H)})
     with pytest.raises(UsageError, match=rf"{name} must have the shape \[4, 16\] .* its shape is \[16, 4\]"):
-        weights.fill(targets(), stored, GPT2.weight_map(ARGS))
+        mapped_weights.fill(targets(), stored, GPT2.weight_map(ARGS))
 
 
 def test_old_frequencies_of_llama_are_no_weights():
@@ -171,9 +173,9 @@ def test_old_frequencies_of_llama_are_no_weights():
 
 def test_one_type_for_all(found):
     tensors = gpt2()
-    assert weights.common_dtype(found(tensors), GPT2.weight_map(ARGS)) == "fp32"
+    assert mapped_weights.common_dtype(found(tensors), GPT2.weight_map(ARGS)) == "fp32"
     mixed = {**tensors, "transformer.wte.weight": tensors["transformer.wte.weight"].half()}
     with pytest.raises(UsageError, match=r"float16, float32, .*--dtype"):
-        weights.common_dtype(found(mixed), GPT2.weight_map(ARGS))
+        mapped_weights.common_dtype(found(mixed), GPT2.weight_map(ARGS))
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert weights.common_dtype(found(halves), GPT2.weight_map(ARGS)) == "bf16"
+    assert mapped_weights.common_dtype(found(halves), GPT2.weight_map(ARGS)) == "bf16"
