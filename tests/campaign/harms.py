@@ -135,7 +135,7 @@ def _again_and_again(
 
 def _times(trial: Trial, phase: str) -> int:
     """Draw how often it happens: again where the run has gone on and comes to that phase again."""
-    return trial.rng.randint(1, 6) if phase in ("starting", "training", "saving", "anywhere") else 1
+    return trial.rng.randint(1, trial.most) if phase in ("starting", "training", "saving", "anywhere") else 1
 
 
 def _kill_rank(trial: Trial, rank: int) -> bool:

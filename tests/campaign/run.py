@@ -80,6 +80,7 @@ class Campaign:
     ) -> None:
         self.folder, self.keep, self.only = folder, keep, only
         self.tally = Tally()
+        self.most = 6  # times that a run is struck
         self._calm: dict[str, object] = {}
         self._lasts: dict[str, float] = {}  # seconds of an unharmed run
         self._variables = variables or {}
@@ -175,6 +176,7 @@ class Campaign:
         label = (harm.__name__, phase, way.label)
         trial = Trial(way, self.folder / f"trial{seed}", rng, self._calm[way.label], self._variables)
         trial.early = min(trial.early, self._lasts[way.label])
+        trial.most = self.most
         found = None
         begun = time.monotonic()
         try:

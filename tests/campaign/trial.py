@@ -48,6 +48,7 @@ class Trial:
         self.log, self.errors = folder / "log.txt", folder / "errors.txt"
         self.hits = self.kills = 0  # signals that have reached it
         self.early = 2.0  # seconds in which a harm of its beginning comes
+        self.most = 6  # times that it is struck
         self._logged = 0  # iterations, before the start
         self.process: subprocess.Popen[bytes] | None = None
         for path in (self.place, self.temporary):

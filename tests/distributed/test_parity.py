@@ -7,7 +7,7 @@ import pytest
 from tests.support import curves, on_version, tiny
 from tests.support.curves import Curve, deviation
 
-STEPS = 10
+STEPS = 6
 MODEL = (
     "--num-layers 4 --hidden-size 64 --micro-batch-size 2 --attention-dropout 0 --hidden-dropout 0 "
     f"--train-iters {STEPS} --eval-iters 0 --lr 2e-3 --no-plot"

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,24 +340,39 @@ def test_the_end_cuts_what_is_drawn(trained):
     assert "Traceback" not in err
 
 
-@pytest.fixture(scope="module")
-def unasked(trained) -> Iterator[dict[int, Server]]:
-    """Servers of one process and of two that nobody asks for long, and then rarely; they wait together."""
+@pytest.fixture(scope="module", autouse=True)
+def unasked(request) -> Iterator[Callable[[], dict[int, Server]] | None]:
+    """Servers of one process and of two that nobody asks for long, and then rarely, once all of that is over.
+
+    They wait together, and while the other tests of this file run.
+    """
+    test = test_one_that_nobody_asks_for_long_is_no_hang
+    if not any(getattr(item, "function", None) is test for item in request.session.items):
+        yield None
+        return
+    trained = request.getfixturevalue("trained")
     # seconds: less, and a busy machine alone would be a hang
     running = {number: started(trained, processes=number, MEGATRON_NPU_WATCHDOG="5") for number in (1, 2)}
-    time.sleep(8)
-    for _ in range(3):  # so light a traffic that the thread with the model stands at one place whenever seen
-        for server in running.values():
-            assert len(choices(server.complete(prompt="1 2", max_tokens=1, temperature=0))) == 1
-        time.sleep(2.5)
-    yield running
+
+    def wait_and_ask() -> dict[int, Server]:
+        time.sleep(8)
+        for _ in range(
+            3
+        ):  # so light a traffic that the thread with the model stands at one place whenever seen
+            for server in running.values():
+                assert len(choices(server.complete(prompt="1 2", max_tokens=1, temperature=0))) == 1
+            time.sleep(2.5)
+        return running
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(wait_and_ask).result
     for server in running.values():
         server.process.kill()
 
 
 @pytest.mark.parametrize("processes", [1, 2])  # the second one waits for the first, in a collective
 def test_one_that_nobody_asks_for_long_is_no_hang(unasked, processes):
-    server = unasked[processes]
+    server = unasked()[processes]
     assert server.health()["requests"] == 0
     server.process.send_signal(signal.SIGTERM)
     out, err = server.process.communicate(timeout=LONGEST)

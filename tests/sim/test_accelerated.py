@@ -47,7 +47,7 @@ def test_stacks(two_npus, words):
 
 
 @pytest.mark.parametrize(("kind", "words"), stacks.LONG_ON_NPU, ids=str)
-def test_twenty_steps(two_npus, kind, words):
+def test_more_steps(two_npus, kind, words):
     check(two_npus[stacks.title(kind, words)], plain(kind, stacks.STEPS), words.get("mixed_precision"))
 
 

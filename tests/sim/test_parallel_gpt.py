@@ -16,7 +16,7 @@ from tests.support.curves import Curve
 
 __all__ = ["dataset"]
 
-STEPS = 10
+STEPS = 5
 MODEL = (
     "--num-layers 4 --hidden-size 64 --attention-dropout 0 --hidden-dropout 0 "
     f"--train-iters {STEPS} --eval-iters 0 --lr 3e-3 --no-plot --num-workers 0"

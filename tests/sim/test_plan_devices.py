@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 def test_the_replay_of_cuda_is_within_two_per_cent_of_the_npu() -> None:
     pytest.importorskip("megatron.core")
-    row = plan_devices.compared(*plan_devices.LAYOUTS["llama-recompute"])
+    sizes = plan_devices.SIZES.replace("--num-layers 8", "--num-layers 2")
+    row = plan_devices.compared(*plan_devices.LAYOUTS["llama-recompute"], sizes)
     assert row["held"]["cuBLAS"] == [0, 64 << 20]
-    assert row["npu"] > 2 << 30
+    assert row["npu"] > 3 << 29
     assert abs(row["rest_differ"]) <= plan_devices.MOST, row

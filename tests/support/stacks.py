@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Runs = Callable[[str], Iterator[tuple[str, Callable[[], list[float]]]]]
-STEPS, FEW = 20, 2  # of a run; of each stack of all that go together
+STEPS, FEW = 10, 2  # of a run; of each stack of all that go together
 SHARDINGS = ("none", "zero-1", "zero-2", "zero-3", "fsdp")
 READY = ("none", "zero-1", "fsdp")
 RESUMED = (("zero-1", "fsdp"), ("fsdp", "none"), ("none", "zero-2"), ("zero-2", "zero-1"))
 
-# the name of a model and of the switches: each 20 steps long, on several ranks
+# the name of a model and of the switches: each STEPS long, on several ranks
 LONG = [
     ("bert", {}),
     ("bert", {"sharding": "zero-1"}),

@@ -132,25 +132,3 @@ def test_a_scaler_scales_and_skips_what_overflows(make):
     scaler.update()
     assert weight.tolist() == [0.5, 0.5]
     assert scaler.get_scale() == scale / 2
-
-
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["redirected-first", "dynamo-first"])
-def test_autocast_can_be_compiled(first, redirection, tmp_path):
-    """In a process of its own: torch._dynamo reads the names of torch once, at its import."""
-    import sys
-
-    from tests.support import processes
-
-    code = f"""
-import torch
-{first}
-from megatron_npu import devices
-from megatron_npu.devices.redirect import Redirection
-Redirection(devices.select("{redirection.device.name}")).on()
-def function(x):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        return x.matmul(x) if torch.is_autocast_enabled() else x
-compiled = torch.compile(function, backend="eager", fullgraph=True)
-assert compiled(torch.ones(3, 3, device="cuda")).dtype is torch.bfloat16
-"""
-    processes.run([sys.executable, "-c", code], check=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("redirection")
 
@@ -137,20 +134,3 @@ def _gradient_under_ddp(options):
     parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), **options)
     parallel(torch.ones(1, 2).cuda()).sum().backward()
     return parallel.module.weight.grad.tolist()
-
-
-def test_scripts_and_compilers_know_generators(redirection):
-    """In a process of its own: torch._dynamo reads the names of torch once, at its import."""
-    code = f"""
-from typing import Optional
-import torch
-from megatron_npu import devices
-from megatron_npu.devices.redirect import Redirection
-Redirection(devices.select("{redirection.device.name}")).on()
-def draw(x: torch.Tensor, generator: Optional[torch.Generator] = None) -> torch.Tensor:
-    return x + torch.hann_window(3, device=x.device)
-assert torch.compile(draw, backend="eager", fullgraph=True)(torch.ones(3)).shape == (3,)
-import torch._inductor.compile_fx
-import torch.fx.operator_schemas
-"""
-    processes.run([sys.executable, "-c", code], check=True)

@@ -302,23 +302,6 @@ def test_jit_script_still_knows_the_factories(redirection):
     assert scripted(3).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("first", ["", "import torch._dynamo"], ids=["redirected-first", "dynamo-first"])
-def test_compile_still_works_on_redirected_names(first):
-    """In a process of its own: torch._dynamo reads the names of torch once, at its import."""
-    code = f"""
-import torch
-{first}
-from megatron_npu import devices
-from megatron_npu.devices.redirect import Redirection
-Redirection(devices.CpuDevice()).on()
-def function(x):
-    return torch.zeros(3, device="cuda") + x.to("cuda")
-compiled = torch.compile(function, backend="eager", fullgraph=True)
-assert compiled(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
-"""
-    processes.run([sys.executable, "-c", code], check=True)
-
-
 def test_what_comes_in_shared_memory_is_copied_to_the_device(redirection):
     """As ``mp.spawn`` hands a model to its processes: on CUDA each has a copy of its own."""
     model = torch.nn.BatchNorm1d(2)
