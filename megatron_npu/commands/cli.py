@@ -81,7 +81,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
-TERMINATED = 143  # the same of SIGTERM
+SIGNALLED = 128  # plus the number of the signal: 143 for SIGTERM, 129 for SIGHUP
 _OURS = (
     "it is declared as a dependency of megatron_npu",
     f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for another "
@@ -95,8 +95,8 @@ _REQUIRED = {
         "and --help work without it.",
     ),
 }
-# these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:
-# Python hears no signal while it waits for another rank
+# these end at SIGTERM and SIGHUP as at Ctrl-C. The others have handlers of their own, or are ranks that a
+# launcher ends: Python hears no signal while it waits for another rank
 _HEAR_TERMINATION = (
     "generate",
     "lambada",
@@ -223,11 +223,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
     """Report that a signal has ended the command, and return the exit code."""
-    terminated = isinstance(interrupt, interruption.TerminatedError)
+    ended_by = interrupt.number if isinstance(interrupt, interruption.TerminatedError) else None
     if int(os.environ.get("RANK", "0")) == 0:
-        told = "terminated" if terminated else "interrupted"
+        told = "terminated" if ended_by else "interrupted"
         print(f"megatron-npu {command}: {told}{interrupt}", file=sys.stderr)
-    return TERMINATED if terminated else INTERRUPTED
+    return SIGNALLED + ended_by if ended_by else INTERRUPTED
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
@@ -367,7 +367,7 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Let a command clean up when it receives SIGTERM.
+    """Let a command clean up when it receives SIGTERM or SIGHUP.
 
     Ranks started by a launcher keep the default action.
     """

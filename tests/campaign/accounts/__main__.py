@@ -68,9 +68,10 @@ def verdicts(room: rooms.Room, args: argparse.Namespace) -> Iterator[Verdict]:
         module, function = PLACES[name]
         tries = getattr(importlib.import_module(f"tests.campaign.accounts.{module}"), function)(room)
         draw = random.Random(args.seed)
-        chosen = (each for each in tries if draw.random() < args.share and (args.word or "") in each.what)
+        chosen = (each for each in tries if (args.word or "") in each.what)
         for each in itertools.islice(chosen, args.skip, args.first and args.skip + args.first):
-            yield _made(room, each)
+            if draw.random() < args.share:
+                yield _made(room, each)
 
 
 def _made(room: rooms.Room, each: Try | Later | Verdict) -> Verdict:

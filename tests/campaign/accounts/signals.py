@@ -148,7 +148,8 @@ def _harmed(
     began = time.monotonic()
     code, is_hung = trials.ended(pid, 60)
     left = trials.left(room)
-    told = (room.folder / "err.txt").read_text(errors="replace")
+    file = room.folder / "err.txt"
+    told = file.read_text(errors="replace") if file.exists() else ""  # it may end before it opens the file
     room.sweep()
     ended = Ended(code, "", told, is_hung, bool(left))
     final = [path.name for path in job.results if path.exists()]
