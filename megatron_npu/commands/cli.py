@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_npu import __version__
 from megatron_npu.base import errors, files, search_paths, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import inert_packages, standard_streams
+from megatron_npu.commands import inert_packages, inherited, standard_streams
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 from megatron_npu.process import (
@@ -252,6 +252,7 @@ def _run_heard(argv: list[str]) -> int:
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
+        inherited.settle()
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
@@ -276,6 +277,8 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None if traced else (str(error), 2)
     if command == "run":  # a script keeps its traceback
         return None
+    if warned := inherited.warning_of(error):
+        return str(warned), 2
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
         return f"this process ran out of memory ({said}). Use less memory, or raise the limit (ulimit -v)", 1
