@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_npu import plugin
+from megatron_npu.base import early_interrupt
+
+early_interrupt.arm()
+from megatron_npu import plugin  # noqa: E402  # takes a moment
 
 if TYPE_CHECKING:
     from megatron_npu.patching.ledger import Ledger

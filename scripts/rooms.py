@@ -207,7 +207,7 @@ ROOMS = (
         "base process plugin sim checkpoint_files watchdog planning commands ops ops.triton",
         ("torch", "torch_npu"),
     ),
-    Room("__init__.py", "`import megatron_npu`: installs the import hook; the ledger", "patching plugin"),
+    Room("__init__.py", "`import megatron_npu`: the import hook and the ledger", "base patching plugin"),
     Room("__main__.py", "`python -m megatron_npu`", "commands"),
 )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_npu import __version__
 from megatron_npu.base import errors, files, search_paths, settings
 from megatron_npu.base.errors import UsageError
-from megatron_npu.commands import inert_packages, standard_streams
+from megatron_npu.commands import inert_packages, inherited, standard_streams
 from megatron_npu.patching.module_patch import DriftError
 from megatron_npu.patching.pins import PinError
 from megatron_npu.process import (
@@ -81,7 +81,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _VERSION = ("-V", "--version")
 INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
-TERMINATED = 143  # the same of SIGTERM
+SIGNALLED = 128  # plus the number of the signal: 143 for SIGTERM, 129 for SIGHUP
 _OURS = (
     "it is declared as a dependency of megatron_npu",
     f"Run: {sys.executable} -m pip install -e . in the clone. If the package is installed for another "
@@ -95,8 +95,8 @@ _REQUIRED = {
         "and --help work without it.",
     ),
 }
-# these end at SIGTERM as at Ctrl-C. The others have handlers of their own, or are ranks that a launcher ends:
-# Python hears no signal while it waits for another rank
+# these end at SIGTERM and SIGHUP as at Ctrl-C. The others have handlers of their own, or are ranks that a
+# launcher ends: Python hears no signal while it waits for another rank
 _HEAR_TERMINATION = (
     "generate",
     "lambada",
@@ -223,11 +223,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _stopped(command: str, interrupt: KeyboardInterrupt) -> int:
     """Report that a signal has ended the command, and return the exit code."""
-    terminated = isinstance(interrupt, interruption.TerminatedError)
+    ended_by = interrupt.number if isinstance(interrupt, interruption.TerminatedError) else None
     if int(os.environ.get("RANK", "0")) == 0:
-        told = "terminated" if terminated else "interrupted"
+        told = "terminated" if ended_by else "interrupted"
         print(f"megatron-npu {command}: {told}{interrupt}", file=sys.stderr)
-    return TERMINATED if terminated else INTERRUPTED
+    return SIGNALLED + ended_by if ended_by else INTERRUPTED
 
 
 def _answer_without_command(argv: list[str]) -> int | None:
@@ -252,6 +252,7 @@ def _run_heard(argv: list[str]) -> int:
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
+        inherited.settle()
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
         graph_cache.claim()
@@ -276,6 +277,8 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None if traced else (str(error), 2)
     if command == "run":  # a script keeps its traceback
         return None
+    if warned := inherited.warning_of(error):
+        return str(warned), 2
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
         return f"this process ran out of memory ({said}). Use less memory, or raise the limit (ulimit -v)", 1
@@ -367,7 +370,7 @@ def rapidformer() -> int:
 
 
 def _terminable(command: str) -> contextlib.AbstractContextManager[None]:
-    """Let a command clean up when it receives SIGTERM.
+    """Let a command clean up when it receives SIGTERM or SIGHUP.
 
     Ranks started by a launcher keep the default action.
     """

@@ -21,6 +21,7 @@ from megatron_npu.measuring import arguments, plot, ranks
 from megatron_npu.measuring.machine import Machine
 from megatron_npu.measuring.plan import Plan, plan
 from megatron_npu.measuring.report import Report, Row
+from megatron_npu.process import interruption
 
 _PACKAGES = ("torch", "torch-npu", "transformers", "megatron-core")
 
@@ -40,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
         print(line, flush=True)
     report = Report(prepared, dict(_versions()), [Row(scheme) for scheme in prepared.suite.schemes])
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+        for number in interruption.TERMINATING:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)  # ends as Ctrl-C does
         for row in report.rows:
             row.outcome = _measured(prepared, row)
             _write(report, args)

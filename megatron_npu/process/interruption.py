@@ -1,4 +1,4 @@
-"""Make Ctrl-C reliable, and make SIGTERM end a command in the same way as Ctrl-C.
+"""Make Ctrl-C reliable, and make SIGTERM and SIGHUP end a command in the same way as Ctrl-C.
 
 Python drops KeyboardInterrupt in ``__del__`` and in fork callbacks.
 """
@@ -20,8 +20,19 @@ if TYPE_CHECKING:
 _AGAIN = 0.02  # seconds: by then what has dropped it is over
 
 
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+
+
 class TerminatedError(KeyboardInterrupt):
-    """Raised when SIGTERM arrives inside a ``termination_heard`` block."""
+    """Raised when SIGTERM or SIGHUP arrives inside a ``termination_heard`` block."""
+
+    number = signal.SIGTERM
+
+
+class HungUpError(TerminatedError):
+    """Raised for SIGHUP."""
+
+    number = signal.SIGHUP
 
 
 @contextlib.contextmanager
@@ -35,7 +46,8 @@ def heard() -> Iterator[None]:
     def hook(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             # without ``threading``, whose locks may be what the main thread has just taken
-            again = signal.SIGTERM if issubclass(dropped.exc_type, TerminatedError) else signal.SIGINT
+            kind = dropped.exc_type
+            again = kind.number if issubclass(kind, TerminatedError) else signal.SIGINT
             _thread.start_new_thread(_send_again, (again,))
         else:
             former(dropped)
@@ -54,24 +66,29 @@ def _send_again(number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def termination_heard() -> Iterator[None]:
-    """Raise ``TerminatedError`` on SIGTERM inside the ``with`` block, so that files and child processes are
-    cleaned up.
+    """Raise ``TerminatedError`` on SIGTERM or SIGHUP inside the ``with`` block, so that files and child
+    processes are cleaned up.
 
-    A second SIGTERM has its former effect.
+    A second signal has its former effect. A signal that is ignored (``nohup``) stays ignored.
     """
+    numbers = [number for number in TERMINATING if signal.getsignal(number) != signal.SIG_IGN]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, before)
-        raise TerminatedError
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    before = signal.signal(signal.SIGTERM, end)
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        raise HungUpError if number == signal.SIGHUP else TerminatedError
+
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()
 
 
 @contextlib.contextmanager

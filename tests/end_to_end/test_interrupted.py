@@ -118,17 +118,23 @@ GPT = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 -
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "number"),
     [
-        ["doctor"],
-        [
-            *"plan --devices 2 -- pretrain --train-iters 1 --micro-batch-size 1 --mock-data".split(),
-            *GPT.split(),
-        ],
+        (["doctor"], signal.SIGTERM),
+        (["doctor"], signal.SIGHUP),
+        (
+            [
+                *"plan --devices 2 -- pretrain --train-iters 1 --micro-batch-size 1 --mock-data".split(),
+                *GPT.split(),
+            ],
+            signal.SIGTERM,
+        ),
     ],
-    ids=["doctor", "plan"],
+    ids=["doctor", "doctor-hung-up", "plan"],
 )
-def test_sigterm_ends_what_a_command_has_started(words: list[str], tmp_path: Path) -> None:
+def test_a_signal_ends_what_a_command_has_started(
+    words: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
     environment = tiny.environment() | {"TMPDIR": str(tmp_path)}
     pipe = subprocess.PIPE
     process = subprocess.Popen(tiny.command(*words), env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -136,11 +142,11 @@ def test_sigterm_ends_what_a_command_has_started(words: list[str], tmp_path: Pat
         try:
             wait_until(lambda: psutil.Process(process.pid).children(), process, process.communicate)
             children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             _, err = process.communicate(timeout=LONGEST)
         finally:
             process.kill()
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     assert err.splitlines()[-1] == f"megatron-npu {words[0]}: terminated"
     assert not psutil.wait_procs(children, timeout=1)[1]
     assert not list(tmp_path.glob("megatron-npu-plan-*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.finetune import tiny_models
-from tests.support import hub, tiny, train_runs, warm
+from tests.support import foreign_stores, hub, tiny, train_runs, warm
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -52,3 +52,28 @@ def test_names_of_a_hub_are_trained_on_and_the_model_goes_back(tmp_path: Path) -
     assert "BertForSequenceClassification [CLS]" in done.stdout
     pushed = {path.name for path in (tmp_path / "models" / "me" / "mine").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= pushed
+
+
+SILENT = "does not answer"
+
+
+def test_a_hub_that_says_nothing_is_asked_once(tmp_path: Path) -> None:
+    """Its client would ask for each file, for over a minute, until the watchdog ends the run."""
+    text = tmp_path / "sentences.csv"
+    text.write_text("text,label\na,0\nb,1\n" * 4)
+    lines = tmp_path / "made"
+    train = ["train", "--task", "sequence_classification", "--pretrained-model-name-or-path", "no/model"]
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--output-prefix", str(lines)]
+    with foreign_stores.serving(lambda connection: None) as port:
+        own = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "home")}
+        own |= {"HF_HUB_OFFLINE": "0", "HF_HUB_ETAG_TIMEOUT": "1"}
+        for words, told in (
+            ([*train, "--data-path", str(text), "--epochs", "1"], "the hub cannot be reached"),
+            (["preprocess", *null, "--hf-dataset", "no/data"], "cannot be read: Couldn't reach"),
+        ):
+            command = [sys.executable, "-m", "megatron_npu", *words]
+            environment = {**tiny.environment(), **own}
+            done = warm.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.count(SILENT) == 1, done.stderr
+            assert told in done.stderr.splitlines()[-1], done.stderr

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from megatron_npu.commands import cli, inherited
 from megatron_npu.commands.cli import main
+from tests.support import processes
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,36 @@ from megatron_npu.commands.cli import main
 def test_without_a_command_it_says_what_there_is(argv, code, said, capfd):
     assert main(argv) == code
     assert said in "".join(capfd.readouterr())
+
+
+def test_a_removed_working_directory_is_named(tmp_path: Path) -> None:
+    """Without the check, MKL ends ``lambada`` with an error about a library of torch."""
+    program = (
+        f"import os, sys; os.chdir({str(tmp_path)!r}); os.mkdir('x'); os.chdir('x'); os.rmdir('../x')\n"
+        "from megatron_npu.commands.cli import main; sys.exit(main(['data', 'inspect', '/nowhere']))"
+    )
+    done = processes.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megatron-npu data: error: the working directory has been removed. Change to a folder that exists.\n"
+    )
+
+
+def test_exit_codes_of_children_are_known_where_the_parent_ignored_them() -> None:
+    """Otherwise ``plan`` fails with a traceback: its ranks have no exit codes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        inherited.settle()
+        assert subprocess.run([sys.executable, "-c", "exit(3)"], check=False, timeout=60).returncode == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize(("command", "is_told"), [("pretrain", True), ("run", False)])
+def test_a_warning_as_an_error_is_one_line(command: str, is_told: bool) -> None:
+    """As with PYTHONWARNINGS=error; a script keeps its traceback."""
+    told = cli._ended_by(DeprecationWarning("old\nmore"), command)
+    assert (told is not None) == is_told
+    if told is not None:
+        assert told[1] == 2
+        assert told[0].startswith("a warning was raised as an error (DeprecationWarning: old). Change")

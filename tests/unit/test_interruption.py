@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
 from megatron_npu.process import interruption
+from tests.support import processes
 
 
 class _Garbage:
@@ -106,3 +108,24 @@ def test_one_that_is_ignored_stays_so() -> None:
         assert within == signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+_PRESSED = """
+import signal, sys
+class Pressed:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron_npu.patching":
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Pressed())
+sys.argv[0] = "/bin/" + sys.argv[1]
+import megatron_npu
+"""
+
+
+@pytest.mark.parametrize(("program", "code"), [("megatron-npu", 130), ("train.py", -signal.SIGINT)])
+def test_ctrl_c_while_a_command_is_imported_is_one_line(program: str, code: int) -> None:
+    """A script that imports the package keeps Python's traceback."""
+    done = processes.run([sys.executable, "-c", _PRESSED, program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr == "megatron-npu: interrupted\n") == (code == 130), done.stderr

@@ -208,7 +208,7 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
     pool = _pool(recipe, workers)
     # A worker that has just been forked would take both for its own. A SIGTERM waits until it can end it:
     # with the handler of this process it could be lost, and a pool waits forever for whom it has ended.
-    with interruption.deferred(), _holding(signal.SIGTERM):
+    with interruption.deferred(), _holding(*interruption.TERMINATING):
         pool.submit(os.getpid)  # the first task starts all of them
     try:
         yield from _in_order(pool, batches, 2 * workers)
@@ -244,12 +244,12 @@ def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
 
 
 @contextlib.contextmanager
-def _holding(number: signal.Signals) -> Iterator[None]:
-    """Delay the delivery of a signal until the end of the ``with`` block.
+def _holding(*numbers: signal.Signals) -> Iterator[None]:
+    """Delay the delivery of signals until the end of the ``with`` block.
 
-    Processes forked inside the block keep the signal blocked until they unblock it.
+    Processes forked inside the block keep the signals blocked until they unblock them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
@@ -282,9 +282,10 @@ _encoder: Encoder | None = None  # of this worker process
 
 
 def _start_worker(recipe: Recipe) -> None:
-    """Make a worker ignore Ctrl-C, which its parent handles, and exit if its parent has ended."""
+    """Make a worker ignore Ctrl-C and SIGHUP, which its parent handles, and exit if its parent has ended."""
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_leave_with_parent, daemon=True).start()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.data import dataset_folders
+from megatron_npu.data import dataset_folders, hub
 from megatron_npu.data.preprocessing.jsonl import BATCH_BYTES, Batch
 
 # a cell that says NA or null is a text; an empty one is none
@@ -147,6 +147,8 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
         dataset_folders.require_own_files(path, f"--hf-dataset {name}")
         saved = datasets.load_from_disk(str(path))
         return saved[split] if isinstance(saved, dict) else saved
+    if not path.exists():
+        hub.use_cache_if_silent()
     with dataset_folders.own_files_alone(name, f"--hf-dataset {name}"):
         return datasets.load_dataset(name, config, split=split, streaming=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.data import dataset_folders
+from megatron_npu.data import dataset_folders, hub
 from megatron_npu.data.preprocessing.bad_rows import FLAG
 from megatron_npu.data.preprocessing.hf_rows import CSV
 from megatron_npu.finetune.data import skipped_rows, text_files
@@ -194,6 +194,8 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
     Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
     those that were downloaded with ``hf download --repo-type dataset``.
     """
+    if not Path(name).exists():
+        hub.use_cache_if_silent()
     try:
         with dataset_folders.own_files_alone(name, f"--data-path {name}"):
             return library.load_dataset(name, config, cache_dir=_cache_of_a_folder(library, Path(name)))

@@ -17,6 +17,7 @@ import torch
 from megatron_npu.base import files
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import stranger_weights
+from megatron_npu.data import hub
 from megatron_npu.safe_files import expanded_size, safe_load
 
 T = TypeVar("T")
@@ -227,6 +228,8 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
         _require_own_shards(name, index)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise _refused(name, "the folder does not exist")  # asking the hub takes time where there is none
+    if not Path(name).exists():
+        hub.use_cache_if_silent()
     try:
         with expanded_size.checked():
             return load()

@@ -13,6 +13,7 @@ import collections
 import importlib
 import itertools
 import json
+import random
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.campaign.accounts import rooms, trials
-from tests.campaign.accounts.trials import FAULTS, Try, Verdict
+from tests.campaign.accounts.trials import FAULTS, Later, Try, Verdict
 
 # a row of the table: the module and the function that yields its trials
 PLACES = {
@@ -66,9 +67,17 @@ def verdicts(room: rooms.Room, args: argparse.Namespace) -> Iterator[Verdict]:
     for name in args.only.split(",") if args.only else PLACES:
         module, function = PLACES[name]
         tries = getattr(importlib.import_module(f"tests.campaign.accounts.{module}"), function)(room)
+        draw = random.Random(args.seed)
         chosen = (each for each in tries if (args.word or "") in each.what)
         for each in itertools.islice(chosen, args.skip, args.first and args.skip + args.first):
-            yield trials.made(room, each) if isinstance(each, Try) else each
+            if draw.random() < args.share:
+                yield _made(room, each)
+
+
+def _made(room: rooms.Room, each: Try | Later | Verdict) -> Verdict:
+    if isinstance(each, Later):
+        return each.make()
+    return trials.made(room, each) if isinstance(each, Try) else each
 
 
 def table(found: list[Verdict]) -> str:
@@ -94,6 +103,8 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, help="for all files, which stay there for the next call")
     parser.add_argument("--json", type=Path, help="append a line for each trial to this file")
+    parser.add_argument("--share", type=float, default=1.0, help="a random part of the trials, such as 0.5")
+    parser.add_argument("--seed", type=int, default=0, help="of the random part")
     parser.add_argument("--word", help="only trials whose description contains this word")
     args = parser.parse_args()
     if reason := rooms.reason_against():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import pickle
@@ -15,7 +16,7 @@ import psutil
 from tests.campaign.accounts import hostile_checkpoints, surroundings, trials
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
-from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Ended, Try, Verdict
+from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Ended, Later, Try, Verdict
 from tests.support.payload import Runs
 
 _PLACE = "evaluate"
@@ -42,7 +43,7 @@ _DAMAGED = (
 )
 
 
-def tries(room: Room) -> Iterator[Try | Verdict]:
+def tries(room: Room) -> Iterator[Try | Later]:
     """Yield evaluations, if lm-eval is installed."""
     if importlib.util.find_spec("lm_eval") is None:
         return
@@ -164,7 +165,7 @@ def _damaged(samples: Samples, own: Path) -> Iterator[Try]:
         yield Try(_PLACE, f"a checkpoint of another account: {name}", words, REFUSED, limit=400)
 
 
-def _signals(samples: Samples, own: Path) -> Iterator[Verdict]:
+def _signals(samples: Samples, own: Path) -> Iterator[Later]:
     room = samples.room
     _write_task(samples, own / "long.yaml", lines=20_000)
     room.give(own, room.user)
@@ -172,20 +173,25 @@ def _signals(samples: Samples, own: Path) -> Iterator[Verdict]:
     words = evaluate(samples, "long", "--include_path", str(own), "--output_path", str(results))
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP):
         for seconds in (6.0, 14.0):
-            pid = trials.started(room, Try(_PLACE, "signals", words))
-            process, began = psutil.Process(pid), time.monotonic()
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                if sum(process.cpu_times()[:2]) > seconds or time.monotonic() - began > 300:
-                    break
-                time.sleep(0.02)
-            process.send_signal(number)
-            code, is_hung = trials.ended(pid, 60)
-            left = trials.left(room)
-            told = (room.folder / "err.txt").read_text(errors="replace")
-            room.sweep()
-            verdict = trials.verdict_on(Ended(1, "", told, is_hung, bool(left)), EITHER, room.marked())
-            made = [str(path) for path in results.rglob("*")] if results.exists() else []
-            if code and made:
-                verdict = "silent"
-            what = f"{number.name} after {seconds:.0f} s of computing"
-            yield Verdict(_PLACE, what, verdict, code, 0.0, f"{told[-400:]} left {left}, written {made}")
+            make = functools.partial(_harmed, room, words, results, number, seconds)
+            yield Later(f"{number.name} after {seconds:.0f} s of computing", make)
+
+
+def _harmed(room: Room, words: list[str], results: Path, number: signal.Signals, seconds: float) -> Verdict:
+    pid = trials.started(room, Try(_PLACE, "signals", words))
+    process, began = psutil.Process(pid), time.monotonic()
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if sum(process.cpu_times()[:2]) > seconds or time.monotonic() - began > 300:
+            break
+        time.sleep(0.02)
+    process.send_signal(number)
+    code, is_hung = trials.ended(pid, 60)
+    left = trials.left(room)
+    told = (room.folder / "err.txt").read_text(errors="replace")
+    room.sweep()
+    verdict = trials.verdict_on(Ended(1, "", told, is_hung, bool(left)), EITHER, room.marked())
+    made = [str(path) for path in results.rglob("*")] if results.exists() else []
+    if code and made:
+        verdict = "silent"
+    what = f"{number.name} after {seconds:.0f} s of computing"
+    return Verdict(_PLACE, what, verdict, code, 0.0, f"{told[-400:]} left {left}, written {made}")

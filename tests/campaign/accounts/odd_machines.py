@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from tests.campaign.accounts import rooms, surroundings
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
-from tests.campaign.accounts.trials import EITHER, REFUSED, Try, Verdict, made
+from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Later, Try, Verdict, made
 
 _PLACE = "odd machines"
 _NEW_MOUNTS, _NEW_HOST, _NEW_NETWORK = 0x0002_0000, 0x0400_0000, 0x4000_0000
@@ -21,11 +22,11 @@ _ALL = ("pretrain", "generate", "preprocess", "train on 2", "plan")
 Prepare = Callable[[], object]
 
 
-def tries(room: Room) -> Iterator[Try | Verdict]:
+def tries(room: Room) -> Iterator[Try | Later]:
     """Yield commands on odd machines, then as odd processes, then with odd variables."""
     for each in _tries(room):
         surroundings.remove_results(room)
-        yield made(room, each) if isinstance(each, Try) else each
+        yield each
 
 
 def commands(samples: Samples) -> dict[str, list[str]]:
@@ -39,7 +40,7 @@ def commands(samples: Samples) -> dict[str, list[str]]:
     }
 
 
-def _tries(room: Room) -> Iterator[Try | Verdict]:
+def _tries(room: Room) -> Iterator[Try | Later]:
     found = commands(Samples(room))
     for name, (prepare, chosen) in _machines(room).items():
         for command in chosen:
@@ -210,27 +211,27 @@ _VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
 }
 
 
-def _modes(room: Room, found: dict[str, list[str]]) -> Iterator[Verdict]:
-    """Yield commands without a umask, and whether others may write to what they leave."""
+def _modes(room: Room, found: dict[str, list[str]]) -> Iterator[Later]:
+    """Yield commands without a umask; others may write to nothing that they leave."""
     for command in ("pretrain", "train on 2", "preprocess", "convert", "train with graphs"):
-        cache = room.folder / f"cache-of-{command}".replace(" ", "-")
-        cache.mkdir(exist_ok=True)
-        room.give(cache, room.user)
-        variables = {"XDG_CACHE_HOME": str(cache)}
-        what = f"{command}: umask 0"
-        yield made(
-            room,
-            Try(
-                *(_PLACE, what, found[command], EITHER),
-                variables=variables,
-                prepare=lambda: os.umask(0),
-                limit=300,
-            ),
-        )
-        written = [*cache.rglob("*"), *room.temporary.rglob("*")]
-        opened = [str(path) for path in written if _is_open(path)]
-        verdict = "silent" if opened else "done"
-        yield Verdict(_PLACE, f"{what}: modes", verdict, 0, 0.0, f"{len(written)} files, open: {opened[:20]}")
+        make = functools.partial(_open_files, room, command, found[command])
+        yield Later(f"{command}: umask 0, modes", make)
+
+
+def _open_files(room: Room, command: str, words: list[str]) -> Verdict:
+    cache = room.folder / f"cache-of-{command}".replace(" ", "-")
+    cache.mkdir(exist_ok=True)
+    room.give(cache, room.user)
+    variables = {"XDG_CACHE_HOME": str(cache)}
+    what = f"{command}: umask 0, modes"
+    given = Try(_PLACE, what, words, DONE, variables=variables, prepare=lambda: os.umask(0), limit=300)
+    done = made(room, given)
+    written = [*cache.rglob("*"), *room.temporary.rglob("*")]
+    opened = [str(path) for path in written if _is_open(path)]
+    verdict = "silent" if opened and done.verdict == "done" else done.verdict
+    return done._replace(
+        verdict=verdict, told=f"{len(written)} files, open: {opened[:20]}; {done.told[-500:]}"
+    )
 
 
 def _is_open(path: Path) -> bool:

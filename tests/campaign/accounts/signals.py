@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import psutil
 from tests.campaign.accounts import odd_machines, surroundings, trials
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
-from tests.campaign.accounts.trials import DONE, Ended, Try, Verdict
+from tests.campaign.accounts.trials import DONE, Ended, Later, Try, Verdict
 
 _PLACE = "signals in mid-run"
 _STARTING, _KILLED = "signals at the start", "SIGKILL to commands with children"
@@ -40,39 +41,47 @@ class Job(NamedTuple):
     results: tuple[Path, ...]
 
 
-def tries(room: Room) -> Iterator[Verdict]:
-    """Yield what became of each command and signal, and of the run after them."""
+def tries(room: Room) -> Iterator[Later]:
+    """Yield each command and signal, and the run after them."""
     for name, job in jobs(Samples(room)).items():
         for number in _SIGNALS:
             for time_ in range(_TIMES):
-                yield _harmed(room, name, job, number, 0.1 + 0.3 * time_)
-        yield trials.made(room, Try(_PLACE, f"{name}: the run after them", job.words, DONE, limit=400))
-        missing = [path.name for path in job.results if not path.exists()]
-        left = [path.name for path in _around(job) if path not in job.results and _is_temporary(path)]
-        verdict = "silent" if missing or left else "done"
-        yield Verdict(_PLACE, f"{name}: its results", verdict, 0, 0.0, f"missing {missing}, left {left}")
-        _remove(job)
+                yield _harm(room, name, job, number, 0.1 + 0.3 * time_)
+        yield Later(f"{name}: the run after them", functools.partial(_next_run, room, name, job))
 
 
-def early(room: Room) -> Iterator[Verdict]:
-    """Yield what became of commands that get a signal while they start."""
+def _next_run(room: Room, name: str, job: Job) -> Verdict:
+    """Kill a command in the middle of its work, and run it again to its end, over what was left."""
+    harmed = _harmed(room, name, job, signal.SIGKILL, 0.5)
+    before = [path.name for path in _around(job)]
+    found = trials.made(room, Try(_PLACE, f"{name}: the run after a SIGKILL", job.words, DONE, limit=400))
+    missing = [path.name for path in job.results if not path.exists()]
+    left = [path.name for path in _around(job) if path not in job.results and _is_temporary(path)]
+    _remove(job)
+    verdict = "silent" if found.verdict == "done" and (missing or left) else found.verdict
+    text = f"{harmed.what}; before {before}, missing {missing}, left {left}; {found.told}"
+    return found._replace(verdict=verdict, told=text)
+
+
+def early(room: Room) -> Iterator[Later]:
+    """Yield commands that get a signal while they start."""
     found = odd_machines.commands(Samples(room))
     for name in ("generate", "doctor", "preprocess", "pretrain", "plan", "convert", "train on 2"):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for pause in _EARLY:
                 surroundings.remove_results(room)
                 job = Job(found[name], lambda process: True, (room.temporary / "no result",))
-                yield _harmed(room, name, job, number, pause, _STARTING)
+                yield _harm(room, name, job, number, pause, _STARTING)
 
 
-def killed(room: Room) -> Iterator[Verdict]:
-    """Yield what became of the children of commands that get SIGKILL."""
+def killed(room: Room) -> Iterator[Later]:
+    """Yield commands whose children must end when they get SIGKILL."""
     found = odd_machines.commands(Samples(room))
     for name in ("plan", "doctor", "bench graph", "pretrain", "train on 2", "preprocess", "sim"):
         for pause in (0.0, 1.0, 3.0):
             surroundings.remove_results(room)
             job = Job(found[name], lambda process: process.children(), (room.temporary / "no result",))
-            yield _harmed(room, name, job, signal.SIGKILL, pause, _KILLED)
+            yield _harm(room, name, job, signal.SIGKILL, pause, _KILLED)
 
 
 def jobs(samples: Samples) -> dict[str, Job]:
@@ -100,6 +109,8 @@ def jobs(samples: Samples) -> dict[str, Job]:
 def _large(samples: Samples) -> Path:
     """Return a checkpoint of which the conversion takes a while."""
     path = samples.room.temporary / "large"
+    if path.exists():
+        return path
     sizes = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --save".split()
     made = trials.made(
         samples.room,
@@ -112,6 +123,14 @@ def _large(samples: Samples) -> Path:
 
 def _has_computed(room: Room, seconds: float) -> Callable[[psutil.Process], bool]:
     return lambda process: sum(process.cpu_times()[:2]) > seconds
+
+
+def _harm(
+    room: Room, name: str, job: Job, number: signal.Signals, pause: float, place: str = _PLACE
+) -> Later:
+    """Return the trial that sends a signal to a command."""
+    make = functools.partial(_harmed, room, name, job, number, pause, place)
+    return Later(f"{name}: {number.name} after {pause:.1f} s", make)
 
 
 def _harmed(
@@ -129,7 +148,8 @@ def _harmed(
     began = time.monotonic()
     code, is_hung = trials.ended(pid, 60)
     left = trials.left(room)
-    told = (room.folder / "err.txt").read_text(errors="replace")
+    file = room.folder / "err.txt"
+    told = file.read_text(errors="replace") if file.exists() else ""  # it may end before it opens the file
     room.sweep()
     ended = Ended(code, "", told, is_hung, bool(left))
     final = [path.name for path in job.results if path.exists()]

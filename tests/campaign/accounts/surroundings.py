@@ -39,7 +39,8 @@ def _tries(room: Room) -> Iterator[Try]:
     folder = hostile(room)
     found = commands(samples)
     for name, words in found.items():
-        yield Try(_PLACE, f"{name}: a stranger's working directory", words, DONE, cwd=folder, limit=300)
+        expected = EITHER if name == "doctor" else DONE  # which advises against a second copy of the package
+        yield Try(_PLACE, f"{name}: a stranger's working directory", words, expected, cwd=folder, limit=300)
     for name, variables in _of_folder(folder).items():
         for command in ("pretrain", "generate"):
             what = f"{command}: {name} of another account"

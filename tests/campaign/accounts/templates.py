@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 
 from tests.campaign.accounts import servers, trials
 from tests.campaign.accounts.rooms import Room
 from tests.campaign.accounts.samples import Samples
-from tests.campaign.accounts.trials import DONE, Try, Verdict
+from tests.campaign.accounts.trials import DONE, Later, Try, Verdict
 from tests.support import ports
 
 _PLACE = "chat templates of another account"
@@ -74,8 +76,8 @@ _CASES: dict[str, str] = {
 }
 
 
-def tries(room: Room) -> Iterator[Verdict]:
-    """Yield what became of chats, each of which takes another way through the template."""
+def tries(room: Room) -> Iterator[Later | Verdict]:
+    """Yield chats, each of which takes another way through the template."""
     samples = Samples(room)
     folder = room.place("chat")
     words = {str(number): number for number in range(300)}
@@ -105,6 +107,7 @@ def tries(room: Room) -> Iterator[Verdict]:
         "--save",
         str(path),
     ]
+    shutil.rmtree(path, ignore_errors=True)
     found = trials.made(room, Try("setup", "a checkpoint", flags, DONE, limit=400))
     if found.verdict != "done":
         raise RuntimeError(f"no checkpoint: {found}")
@@ -114,7 +117,7 @@ def tries(room: Room) -> Iterator[Verdict]:
         for name, _ in ways:
             asked = {"messages": [{"role": "user", "content": name}], "max_tokens": 2}
             sent = servers.post(asked, "/v1/chat/completions")
-            yield server.tried(_PLACE, servers.Request(name, sent))
+            yield Later(name, functools.partial(server.tried, _PLACE, servers.Request(name, sent)))
         yield server.ended(_PLACE, "SIGTERM", signal.SIGTERM)
 
 

@@ -69,6 +69,13 @@ class Verdict(NamedTuple):
     told: str
 
 
+class Later(NamedTuple):
+    """A trial that is made by a function, when it is its turn."""
+
+    what: str
+    make: Callable[[], Verdict]
+
+
 def made(room: Room, given: Try) -> Verdict:
     """Make a trial."""
     room.marked()

@@ -386,12 +386,13 @@ def _members(group: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_stopped_half_way(
     tmp_path: Path, tiny: Vocabulary, corpus_file: Write, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C reaches the whole group, the other signals the command alone; no worker outlives it."""
+    """Ctrl-C and SIGHUP reach the whole group, the others the command alone; no worker outlives it."""
     file = corpus_file([{"text": SAMPLE * 40}])  # one line, repeated below
     file.write_bytes(file.read_bytes() * 4000)
     command = [sys.executable, "-m", "megatron_npu", "preprocess", "--input", str(file), "--workers", "2"]
@@ -400,7 +401,7 @@ def test_stopped_half_way(
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
     with on_a_leash(process):
         wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("out*.partial")), process)
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        (os.killpg if number in (signal.SIGINT, signal.SIGHUP) else os.kill)(process.pid, number)
         _, errors = process.communicate(timeout=LONGEST)
     assert process.returncode == code
     assert b"Traceback" not in errors
