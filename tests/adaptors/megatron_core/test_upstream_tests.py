@@ -233,6 +233,25 @@ def test_objects_of_a_test_and_its_threads_do_not_add_up(tmp_path):
     }
 
 
+SELECTION = """
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from upstream_tests import rank
+symm_mem.set_backend = lambda name: print("selected", name, "for", file)
+dist.is_nccl_available = lambda: False
+rank.let_tests_select_nccl()
+for file in ("tests/unit_tests/conftest.py", "megatron/core/parameter_group.py"):
+    exec(compile('symm_mem.set_backend("NCCL")', f"/checkout/{file}", "exec"))
+"""
+
+
+def test_a_fixture_may_select_nccl_where_there_is_none():
+    done = run("-c", SELECTION)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1:] == ["selected NCCL for megatron/core/parameter_group.py"]
+    assert "conftest" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("ranks", "outcome"),
     [
