@@ -18,6 +18,7 @@ from megatron_npu.commands import cli
 from megatron_npu.evaluation import lambada
 from tests.conftest import LONGEST, checkout
 from tests.end_to_end.test_serve import started
+from tests.sim.conftest import run_simulated, unavailable
 from tests.support import processes, tiny
 from tests.support.tokenizers_made import byte_level, write_gpt2_files, write_json
 
@@ -212,19 +213,24 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluated(task: Path, output: Path, *before: str, processes_: int = 1, **env: str) -> dict[str, float]:
+def evaluated(
+    task: Path, output: Path, *before: str, processes_: int = 1, simulated: bool = False, **env: str
+) -> dict[str, float]:
     """Return the figures that lm-eval writes; ``before`` is the command with the model and its arguments."""
     line = [*before, "--tasks", "local", "--include_path", str(task), "--batch_size", "2"]
     line += ["--output_path", str(output)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(output)}
-    done = processes.run(
-        tiny.command(*line, processes=processes_),
-        env={**tiny.environment(), **offline, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if simulated:
+        done = run_simulated(*tiny.command(*line), timeout=LONGEST, **offline, **env)
+    else:
+        done = processes.run(
+            tiny.command(*line, processes=processes_),
+            env={**tiny.environment(), **offline, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + (done.stderr or "")[-4000:]
     (file,) = output.glob("*/results_*.json")
     figures = json.loads(file.read_text())["results"]["local"]
     return {name: figures[f"{name},none"] for name in ("acc", "perplexity")}
@@ -246,15 +252,25 @@ def test_the_command_in_one_process_and_two(folders, task, expected, tmp_path, c
     assert evaluated(task, tmp_path, *line, processes_=count) == pytest.approx(expected, rel=1e-5)
 
 
-def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected, tmp_path):
+def test_our_model_on_a_simulated_npu(folders, task, expected, tmp_path):
+    if unavailable():
+        pytest.skip(unavailable())
+    line = ["evaluate", "--model", "megatron_npu", "--model_args", f"load={folders['checkpoint']}"]
+    assert evaluated(task, tmp_path, *line, simulated=True) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "npu"])
+def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected, tmp_path, simulated):
     """With a checkpoint of the driver, whose arguments it takes; it computes in bf16 alone."""
+    if simulated and unavailable():
+        pytest.skip(unavailable())
     tree = checkout("megatron_core", "0.16.1")
     script = Path(lm_eval.__file__).with_name("__main__.py")
     tokenizer = folders["tokenizer"]
     model_args = f"load={folders['checkpoint']},tokenizer_type=GPT2BPETokenizer,seq_length=64"
     model_args += f",vocab_file={tokenizer}/vocab.json,merge_file={tokenizer}/merges.txt"
     line = ["run", str(script), "--model", "megatron_lm", "--model_args", model_args]
-    found = evaluated(task, tmp_path, *line, MEGATRON_PATH=str(tree))
+    found = evaluated(task, tmp_path, *line, simulated=simulated, MEGATRON_PATH=str(tree))
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=0.1)
     assert found["acc"] == expected["acc"]
 

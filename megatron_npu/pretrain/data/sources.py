@@ -78,7 +78,8 @@ def split_shares(text: str) -> list[float]:
     fit = all(0 <= share < math.inf for share in shares)  # which nan is not
     if not 1 <= len(shares) <= 3 or not fit or sum(shares) <= 0:
         raise UsageError(
-            f"--split must consist of up to three numbers, separated by commas, but got {text!r}",
+            "--split must consist of one to three finite numbers, separated by commas, none of them negative "
+            f"and at least one of them positive, but got {text!r}",
             remedy="Pass, for example, --split 969,30,1.",
         )
     return [*shares, 0.0, 0.0][:3]

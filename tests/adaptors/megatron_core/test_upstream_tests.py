@@ -479,3 +479,14 @@ def test_every_exception_has_a_reason():
 
 def test_the_page_shows_the_baselines():
     assert page.PAGE.read_text() == page.text()
+
+
+def test_each_file_of_a_tree_is_recorded_or_listed_with_a_reason():
+    noted = json.loads(page._UNRECORDED.read_text(encoding="utf-8"))
+    for name, left in noted.items():
+        one = baseline.Baseline.load(*name.split(" on "))
+        assert not left.keys() & one.files.keys(), f"recorded, but listed as missing in {name}"
+        assert len(one.files) + len(left) == one.there, f"files of {name} are neither recorded nor listed"
+        for file, reason in left.items():
+            assert reason
+            assert file in page.text()

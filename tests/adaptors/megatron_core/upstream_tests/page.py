@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megatron_npu.base import files
@@ -10,6 +11,7 @@ from .baseline import FOLDER, Baseline
 from .results import EXCLUDED, FAILED, PASSED, SKIPPED
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "records" / "upstream-tests.md"
+_UNRECORDED = FOLDER / "unrecorded.json"
 _MOST = 8  # causes of failures that are listed
 
 _INTRODUCTION = """# Upstream's unit tests as judge
@@ -122,7 +124,16 @@ def _section(one: Baseline) -> str:
         if len(reasons) > _MOST:
             rest = sum(list(reasons.values())[_MOST:])
             lines.append(f"| {rest} | {len(reasons) - _MOST} other reasons: see the baseline |")
+    if left := unrecorded(one):
+        lines += ["", "Not recorded:\n", "| file | reason |", "|---|---|"]
+        lines += [f"| {_cell(file)} | {reason} |" for file, reason in left.items()]
     return "\n".join(lines) + "\n"
+
+
+def unrecorded(one: Baseline) -> dict[str, str]:
+    """Return why files of a tree are not recorded on its device, by path; empty if nobody has noted it."""
+    noted: dict[str, dict[str, str]] = json.loads(_UNRECORDED.read_text(encoding="utf-8"))
+    return noted.get(f"{one.tree} on {one.device}", {})
 
 
 def _cell(reason: str) -> str:
