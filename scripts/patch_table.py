@@ -49,7 +49,7 @@ def _row(patch: Patch, folder: Path) -> str:
 def listed_table() -> str:
     """Return a Markdown table of the functions in the guide's Appendix A, with the files that patch them."""
     sys.path.insert(0, str(ROOT))
-    from tests.adaptors.megatron_lm.appendix import LISTED
+    from tests.support.appendix_a import LISTED
 
     lines = ["| in the guide | function | here |", "|---|---|---|"]
     for file, functions in LISTED.items():

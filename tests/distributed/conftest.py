@@ -1,5 +1,5 @@
 """The dataset of the tiny runs."""
 
-from tests.end_to_end.conftest import dataset
+from tests.support.tiny_dataset import dataset
 
 __all__ = ["dataset"]

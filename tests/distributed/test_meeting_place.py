@@ -23,11 +23,11 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.process import meeting_place, torchrun_waits
 from megatron_npu.watchdog import first_contact
 from tests.conftest import on_a_leash
-from tests.finetune import test_train_command
 from tests.support import foreign_stores, ports, processes, tiny, train_runs, warm
 
 pytest.importorskip("megatron.core")
 
+SLOW = tiny.ROOT / "tests" / "finetune" / "scripts" / "slow.py"
 WAIT = {settings.RENDEZVOUS_TIMEOUT.name: "1"}
 TOGETHER = 6  # commands that wait at the same time
 Done = subprocess.CompletedProcess[str]
@@ -56,7 +56,7 @@ def ends_early(command: str, case: str) -> tuple[Done, str]:
     port = str(ports.free_port())
     place = {"MASTER_ADDR": address, "MASTER_PORT": port, **WAIT}
     if command == "train":
-        script = ("--user-script", test_train_command.SLOW, "--train-iters", 2)
+        script = ("--user-script", SLOW, "--train-iters", 2)
         return train_runs.train(*script, processes=1, NNODES="2", NODE_RANK=str(number), **place), port
     flags = [*tiny.flags_for(Path())[:-2], "--mock-data"]
     rank = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST, checkout
-from tests.finetune.test_resume import SCRIPT
 from tests.support import stock_core, tiny, warm
 
 WORKER = Path(__file__).parent / "replicas_worker.py"
+SCRIPT = tiny.ROOT / "tests" / "finetune" / "scripts" / "dropout.py"
 FLAG = ["--check-weight-hash-across-dp-replicas-interval", "2"]
 
 

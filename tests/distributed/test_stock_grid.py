@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import checkout
 from tests.distributed.stock_grid import LAYOUTS, Grid, Result
-from tests.sim.conftest import unavailable
+from tests.support.simulated import unavailable
 
 SELECTION = [
     ("0.16.1", "cpu", "tp2-pp2"),

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_npu.data.preprocessing import indexed_dataset
-from tests.adaptors.megatron_core.test_versions import environment_of, wheel
-from tests.support import curves, tiny
+from tests.support import curves, on_version, tiny
 from tests.support.curves import deviation
 
 VERSION = "0.19.2"  # since 0.17 the gradient of further tokens was wrong, too
@@ -47,7 +46,7 @@ def write_dataset(prefix: Path) -> Path:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, curves.Curve]:
     """Return the curves of all cases."""
-    folder, environment = tmp_path_factory.mktemp("tokens"), environment_of(wheel(VERSION))
+    folder, environment = tmp_path_factory.mktemp("tokens"), tiny.environment_of(on_version.root_of(VERSION))
     flags = [*tiny.flags_for(write_dataset(folder / "text")), *MODEL.split()]
     start = folder / "start"
     curves.run(folder / "one", flags, curves.from_one_start(start, ONE), 1, environment)
@@ -69,7 +68,7 @@ def test_numbers_are_those_of_the_whole_batch(found, case) -> None:
 
 def test_parts_of_sequences_in_the_oldest_version(tmp_path) -> None:
     """0.12 has another idea of whose tokens the loss is divided by: gradients were twice as large."""
-    environment = environment_of(wheel("0.12.1"))
+    environment = tiny.environment_of(on_version.root_of("0.12.1"))
     words = f"{MODEL} --micro-batch-size 8".replace("--mtp-num-layers 2", "")
     flags = [*tiny.flags_for(write_dataset(tmp_path / "text")), *words.split()]
     curves.run(tmp_path / "one", flags, {"whole": ""}, 1, environment)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from megatron_npu.commands import cli
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.run import pretrain
-from tests.support.tiny import flags_for, write_dataset
-
-
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
+from tests.support.tiny import flags_for
+from tests.support.tiny_dataset import dataset  # noqa: F401  a fixture
 
 
 @pytest.fixture
-def flags(dataset, monkeypatch) -> Callable[..., list[str]]:
+def flags(dataset, monkeypatch) -> Callable[..., list[str]]:  # noqa: F811
     """Return a function: changes to the flags -> argv."""
     monkeypatch.setenv("MEGATRON_NPU_DEVICE", "cpu")
     return lambda *changes: [*flags_for(dataset), *map(str, changes)]

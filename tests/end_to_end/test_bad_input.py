@@ -13,7 +13,7 @@ from megatron_npu.commands import cli
 from megatron_npu.pretrain.flags import arguments
 from megatron_npu.pretrain.run import pretrain
 from tests.support import tiny
-from tests.unit.test_upstream import make_legacy
+from tests.support.fake_checkouts import make_legacy
 
 pytest.importorskip("megatron.core")
 

@@ -13,9 +13,9 @@ import pytest
 
 from tests.conftest import LONGEST, ROOT
 from tests.end_to_end.plain_losses import losses
-from tests.sim.conftest import unavailable
 from tests.support import processes, warm
 from tests.support.ports import free_port
+from tests.support.simulated import unavailable
 
 PAGE = ROOT / "docs" / "tutorials" / "ddp-from-scratch.md"
 HEADING = re.compile(r"^###? (.+?)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)

@@ -18,8 +18,8 @@ from megatron_npu.commands import cli
 from megatron_npu.evaluation import lambada
 from tests.conftest import LONGEST, checkout
 from tests.end_to_end.test_serve import started
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import processes, tiny
+from tests.support.simulated import run_simulated, unavailable
 from tests.support.tokenizers_made import byte_level, write_gpt2_files, write_json
 
 pytest.importorskip("megatron.core")

@@ -14,9 +14,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.end_to_end import ddp_document
 from tests.end_to_end.plain_losses import losses
-from tests.sim.conftest import Run, simulated  # noqa: F401  a fixture
 from tests.support import warm
 from tests.support.ports import free_port
+from tests.support.simulated import Run, simulated  # noqa: F401  a fixture
 
 EXAMPLE = ROOT / "examples" / "ddp_from_scratch"
 DOCUMENT_SIZES = {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finetune import tiny_models
-from tests.support import tiny, train_runs
+from tests.support import tiny, tiny_models, train_runs
 
 pytest.importorskip("transformers")
 

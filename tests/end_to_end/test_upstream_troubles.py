@@ -14,7 +14,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT
 from tests.support import processes, tiny, warm
-from tests.unit.test_upstream import make_core
+from tests.support.fake_checkouts import make_core
 
 
 @pytest.fixture

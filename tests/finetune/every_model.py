@@ -69,7 +69,7 @@ def write(folder: Path, kind: str) -> Path:
     """Write a small model with random weights and a tokenizer of the tests' words; return its folder."""
     import transformers
 
-    from tests.finetune import tiny_models
+    from tests.support import tiny_models
 
     make = {
         "sequence_classification": tiny_models.bert,

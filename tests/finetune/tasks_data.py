@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.finetune import tiny_models
+from tests.support import tiny_models
 
 Rows = list[dict[str, Any]]
 _PLAIN = [word for word in tiny_models.WORDS if word.isalpha()]

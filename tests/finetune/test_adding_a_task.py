@@ -22,8 +22,8 @@ from megatron_npu.finetune import tasks
 from megatron_npu.finetune.run import model_card
 from megatron_npu.finetune.tasks.declaration import Flag
 from tests.conftest import ROOT
-from tests.finetune import tasks_data, tiny_models
-from tests.support import processes
+from tests.finetune import tasks_data
+from tests.support import processes, tiny_models
 
 PAGE = (ROOT / "docs" / "contributing" / "adding-a-task.md").read_text(encoding="utf-8")
 TRAINABLE = [name for name, task in tasks.every().items() if task.head is not None]

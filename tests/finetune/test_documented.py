@@ -18,8 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from megatron_npu.finetune.run import model_card
 from megatron_npu.finetune.run.flag_parts import SaveFlags
 from megatron_npu.pretrain.flags.frozen_flags import Flags
-from tests.finetune import tiny_models
-from tests.support import tiny, train_runs
+from tests.support import tiny, tiny_models, train_runs
 
 BATCH, EPOCHS, RATE, WARMUP = 8, 2, 1e-3, 2
 

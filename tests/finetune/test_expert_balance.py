@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from megatron_npu.finetune.run import expert_balance  # noqa: E402
-from tests.finetune import tasks_data, tiny_models  # noqa: E402
-from tests.support import tiny  # noqa: E402
+from tests.finetune import tasks_data  # noqa: E402
+from tests.support import tiny, tiny_models  # noqa: E402
 
 ITERATIONS, LR, LENGTH, BLOCKS = 3, 3e-3, 16, 8
 COEFFICIENT = 0.5

@@ -14,7 +14,7 @@ from megatron_npu.finetune.model import caches, compiled_blocks
 from megatron_npu.finetune.model.prepare import AdamOptions, accelerated, prepare
 from megatron_npu.options.switch_rules import Place, refuse
 from megatron_npu.options.switches import Switches
-from tests.finetune import models
+from tests.support import finetune_models as models
 from tests.support import train_script
 
 VOCABULARY = 300

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.finetune.model import pretrained
-from tests.finetune import tiny_models
+from tests.support import tiny_models
 from tests.support.payload import Runs
 
 CODE = "import os\nos.mkdir({mark!r})\nfrom transformers import GPT2Config as C, GPT2LMHeadModel as M\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.finetune import tiny_models
-from tests.support import foreign_stores, hub, tiny, train_runs, warm
+from tests.support import foreign_stores, hub, tiny, tiny_models, train_runs, warm
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")

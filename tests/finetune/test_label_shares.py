@@ -19,8 +19,8 @@ pytest.importorskip("datasets")
 
 from megatron_npu.finetune.data import loading  # noqa: E402
 from megatron_npu.finetune.run import ranks  # noqa: E402
-from tests.finetune import plain_tasks, tasks_data, tiny_models  # noqa: E402
-from tests.support import tiny, train_runs  # noqa: E402
+from tests.finetune import plain_tasks, tasks_data  # noqa: E402
+from tests.support import tiny, tiny_models, train_runs  # noqa: E402
 
 WORDS = [word for word in tiny_models.WORDS if word.isalpha()]
 LONG, SHORT = 30, 2  # words of a target, by turns

@@ -13,8 +13,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.data.preprocessing import indexed_dataset
 from megatron_npu.finetune.data import word_pieces
 from megatron_npu.finetune.run.flag_parts import MeetingFlags, PieceFlags
-from tests.finetune import sentences, tiny_models
-from tests.support import tiny, train_runs
+from tests.finetune import sentences
+from tests.support import tiny, tiny_models, train_runs
 
 pytest.importorskip("megatron.core")
 SCRIPT = train_runs.DOCUMENTED / "rapidformer_pretrain_huggingface_bert_trainer.py"

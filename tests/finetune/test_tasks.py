@@ -19,8 +19,8 @@ library = pytest.importorskip("datasets")
 from megatron_npu.commands import cli  # noqa: E402
 from megatron_npu.finetune.data import loading  # noqa: E402
 from megatron_npu.finetune.run import ranks  # noqa: E402
-from tests.finetune import plain_tasks, tasks_data, tiny_models  # noqa: E402
-from tests.support import tiny  # noqa: E402
+from tests.finetune import plain_tasks, tasks_data  # noqa: E402
+from tests.support import tiny, tiny_models  # noqa: E402
 
 ONE_RANK = ranks.Ranks()
 

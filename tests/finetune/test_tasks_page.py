@@ -16,7 +16,8 @@ library = pytest.importorskip("datasets")
 
 from megatron_npu.commands import cli  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
-from tests.finetune import tasks_data, tiny_models  # noqa: E402
+from tests.finetune import tasks_data  # noqa: E402
+from tests.support import tiny_models  # noqa: E402
 
 PAGE = (ROOT / "docs" / "how-to" / "train-tasks.md").read_text(encoding="utf-8")
 COMMANDS = [

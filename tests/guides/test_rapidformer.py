@@ -13,8 +13,7 @@ library = pytest.importorskip("datasets")
 
 from megatron_npu.finetune.run import arguments  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
-from tests.finetune import tiny_models  # noqa: E402
-from tests.support import train_runs, walk  # noqa: E402
+from tests.support import tiny_models, train_runs, walk  # noqa: E402
 
 PAGE = (ROOT / "docs" / "tutorials" / "rapidformer.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 
 LIBRARIES = {"mbridge": "mbridge", "mcore_bridge": "mcore_bridge", "megatron_bridge": "megatron.bridge"}
 WITH_LORA = ("mcore_bridge", "megatron_bridge")  # the third offers none

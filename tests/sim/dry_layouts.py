@@ -194,7 +194,7 @@ class Layout:
 
 def _transformer(folder: Path) -> list[str]:
     """Return the words of a training of a GPT-2, of texts that are equally long; it evaluates nothing."""
-    from tests.finetune import tiny_models
+    from tests.support import tiny_models
 
     sizes = {"n_embd": 128, "n_positions": 128}
     model = folder / "model"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.shared import core_attention
-from tests.adaptors.megatron_core.conftest import make_config, single_process  # noqa: F401 (a fixture)
+from tests.support.core_models import make_config, single_process  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.simulated
 LENGTH, HIDDEN, LAYERS = 128, 256, 4

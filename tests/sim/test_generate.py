@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.end_to_end.conftest import dataset
 from tests.support import tiny, warm
+from tests.support.tiny_dataset import dataset
 
 __all__ = ["dataset"]
 pytest.importorskip("megatron.core")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.conftest import ROOT
 from tests.support import warm
+from tests.support.simulated import ROOT
 
 WORKER = Path(__file__).parent / "gpt_worker.py"
 

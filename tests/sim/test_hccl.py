@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.sim.conftest import Run
+from tests.support.simulated import Run
 
 HERE = Path(__file__).resolve().parent
 ALL = (

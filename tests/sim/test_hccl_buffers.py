@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.end_to_end.conftest import dataset
 from tests.support import tiny, warm
+from tests.support.tiny_dataset import dataset
 
 __all__ = ["dataset"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.conftest import Run
 from tests.support import processes
+from tests.support.simulated import Run
 
 HERE = Path(__file__).resolve().parent
 Outcome = dict[int, object]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.end_to_end.conftest import dataset
 from tests.support import curves, tiny, warm
 from tests.support.curves import Curve, deviation
+from tests.support.tiny_dataset import dataset
 
 __all__ = ["dataset"]
 

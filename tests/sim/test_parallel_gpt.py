@@ -10,9 +10,9 @@ import json
 
 import pytest
 
-from tests.end_to_end.conftest import dataset
 from tests.support import curves, tiny, warm
 from tests.support.curves import Curve
+from tests.support.tiny_dataset import dataset
 
 __all__ = ["dataset"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, checkout
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 
 MAIN = "0.20.0"  # as Megatron-LM's main calls itself
 MAIN_TREE = "core_main_d98e8a64"

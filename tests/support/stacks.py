@@ -151,7 +151,7 @@ def main() -> int:
     import peft  # noqa: F401
 
     import megatron_npu.finetune.model.prepare  # noqa: F401
-    from tests.finetune.models import KINDS
+    from tests.support.finetune_models import KINDS
 
     for kind in KINDS.values():
         kind.model()

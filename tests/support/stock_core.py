@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_npu.data.preprocessing import indexed_dataset
 from tests.conftest import LONGEST
-from tests.sim.conftest import run_simulated
 from tests.support import processes, tiny, warm
+from tests.support.simulated import run_simulated
 
 # --transformer-impl is left at its default, transformer_engine, which is not installed
 FLAGS = [

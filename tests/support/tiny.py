@@ -131,3 +131,9 @@ def _flat(content: object, prefix: str = "") -> dict[str, object]:
         for key, inner in content.items()
         for name, value in _flat(inner, f"{prefix}/{key}").items()
     }
+
+
+def environment_of(root: Path) -> dict[str, str]:
+    """Return an environment in which Megatron is the one in ``root``."""
+    path = os.pathsep.join([str(root), environment()["PYTHONPATH"]])
+    return environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.finetune.tiny_models import WORDS
 from tests.support import tiny, warm
+from tests.support.tiny_models import WORDS
 
 DOCUMENTED = Path(__file__).resolve().parents[2] / "examples" / "rapidformer"
 MODULES = (  # not datasets, which reads HF_HOME as it is imported: what takes it most of its time

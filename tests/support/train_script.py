@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LinearLR
 from megatron_npu.finetune.model.lora import adapt
 from megatron_npu.finetune.model.prepare import AdamOptions, Prepared, prepare
 from megatron_npu.options.switches import Switches
-from tests.finetune.models import KINDS, Batch
+from tests.support.finetune_models import KINDS, Batch
 
 MICRO_BATCHES, BATCH = 4, 2  # of a step, all ranks together
 LR, DECAY, CLIP = 3e-3, 0.1, 0.5

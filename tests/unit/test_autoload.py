@@ -12,8 +12,8 @@ from megatron_npu import plugin
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import spawn_without_gpus
 from tests.conftest import ROOT
-from tests.sim.conftest import simulated  # noqa: F401  a fixture
 from tests.support import processes
+from tests.support.simulated import simulated  # noqa: F401  a fixture
 
 CODE = """
 import sys

@@ -179,3 +179,22 @@ def test_environment_variables_are_read_in_one_place():
             source = file.read_text(encoding="utf-8")
             for call in ("environ.get", "getenv"):
                 assert f'{call}("MEGATRON_NPU' not in source, file
+
+
+# Modules of one suite that are for others, too, and why they are not in tests/support.
+FOR_OTHERS = {
+    "tests.adaptors.megatron_core.upstream_tests": "runs where ``tests`` is Megatron's package",
+    "tests.unit.test_hostile_files": "tests/campaign/fuzz.py does what this test does, for hours",
+}
+
+
+def test_no_suite_imports_from_another():
+    found = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        suite = file.relative_to(ROOT / "tests").parts[0]
+        for name in imports(file):
+            parts = name.split(".")
+            own = parts[0] != "tests" or len(parts) == 1 or parts[1] in (suite, "support", "conftest")
+            if not own and (ROOT / "tests" / parts[1]).is_dir() and not name.startswith(tuple(FOR_OTHERS)):
+                found.append(f"{file.relative_to(ROOT)}: {name}")
+    assert not found

@@ -16,8 +16,8 @@ from megatron_npu.commands import cli
 from megatron_npu.commands import patches as patch_commands
 from megatron_npu.patching.patch import Patch
 from megatron_npu.patching.registry import registry
-from tests.adaptors.megatron_lm.appendix import LISTED
 from tests.conftest import ROOT, checkout
+from tests.support.appendix_a import LISTED
 
 CORE = "megatron.core.tensor_parallel"
 

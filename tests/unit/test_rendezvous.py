@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_npu.adaptors.shared import rendezvous
-from tests.adaptors.megatron_core.upstream_tests import ports
 from tests.conftest import LONGEST, on_a_leash
+from tests.support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_is_for_a_server_and_not_one_that_connections_get(address: str) -> None:
-    port = ports.free_port()
+    port = free_port()
     assert 20_000 <= port < 32_000
     with socket.create_server((address, port)), socket.create_connection(("127.0.0.1", port)):
         pass
@@ -33,21 +33,21 @@ def test_a_port_is_for_a_server_and_not_one_that_connections_get(address: str) -
 def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
-        monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
+        monkeypatch.setitem(free_port.__globals__, "_PORTS", range(taken, taken + 1))
         with pytest.raises(OSError, match=f"no free port of 127.0.0.1 from {taken} to {taken}"):
-            ports.free_port()
+            free_port()
 
 
 def test_a_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = ports.free_port()
-    monkeypatch.setattr(ports, "_PORTS", range(port, port + 1))
+    port = free_port()
+    monkeypatch.setitem(free_port.__globals__, "_PORTS", range(port, port + 1))
     with pytest.raises(OSError, match="no free port"):
-        ports.free_port()
+        free_port()
 
 
 def test_the_run_s_random_numbers_stay_as_they_are() -> None:
     before = random.getstate()
-    ports.free_port()
+    free_port()
     assert random.getstate() == before
 
 

@@ -13,7 +13,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import stranger_weights
 from megatron_npu.conversion import hf_files
 from megatron_npu.finetune.model import pretrained
-from tests.finetune import tiny_models
+from tests.support import tiny_models
 
 pytest.importorskip("transformers")
 

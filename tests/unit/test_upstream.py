@@ -9,20 +9,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.upstream import megatrons
-
-
-def make_core(root: Path, version: str, namespace: bool = True) -> Path:
-    """Write the few files of a megatron-core that ``upstream`` reads."""
-    core = root / "megatron" / "core"
-    core.mkdir(parents=True)
-    major, minor, patch = version.split(".")
-    (core / "package_info.py").write_text(
-        f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n'
-    )
-    (core / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
-    if not namespace:
-        (root / "megatron" / "__init__.py").write_text("raise AssertionError('must not be imported')\n")
-    return root.resolve()
+from tests.support.fake_checkouts import make_core, make_legacy
 
 
 @pytest.fixture
@@ -42,15 +29,6 @@ def test_finds_the_version_unimported(tmp_path, path, namespace):
     found = megatrons.find()
     assert (found.name, found.version, found.root) == ("megatron_core", "0.15.3", root)
     found.require_supported()
-
-
-def make_legacy(root: Path) -> Path:
-    """Write the file by which ``upstream`` knows the tree of 2023, in a regular package."""
-    model = root / "megatron" / "model"
-    model.mkdir(parents=True)
-    (model / "transformer.py").touch()
-    (root / "megatron" / "__init__.py").touch()
-    return root.resolve()
 
 
 def test_finds_the_legacy_tree(tmp_path):

@@ -17,9 +17,8 @@ from megatron_npu.adaptors.shared import decorators
 from megatron_npu.base import settings
 from megatron_npu.commands import cli
 from megatron_npu.patching.registry import registry
-from tests.adaptors.megatron_core.test_versions import environment_of, wheel
 from tests.conftest import ROOT, checkout
-from tests.support import warm
+from tests.support import on_version, tiny, warm
 
 WORKER = Path(__file__).with_name("backports_worker.py")
 VERSIONS = ["0.12.1", "0.16.1", "0.17.1", "0.19.2"]
@@ -64,8 +63,8 @@ def has(version: str, numbers: str) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_numbers_are_wrong_where_the_list_says_so_and_right_when_cured(version) -> None:
-    root = checkout("megatron_core", version) if version == "0.16.1" else wheel(version)
-    environment = environment_of(root) | {settings.BACKPORT.name: "1"}
+    root = checkout("megatron_core", version) if version == "0.16.1" else on_version.root_of(version)
+    environment = tiny.environment_of(root) | {settings.BACKPORT.name: "1"}
     done = warm.run([sys.executable, str(WORKER)], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -131,7 +130,7 @@ def test_reductions_wait_for_the_stream_that_computes(instances, monkeypatch) ->
 
 def test_the_doctor_lists_the_bugs_of_a_megatron(capsys, monkeypatch) -> None:
     monkeypatch.delenv(settings.BACKPORT.name, raising=False)
-    command = ["doctor", "--known-bugs", "--megatron", str(wheel("0.19.2"))]
+    command = ["doctor", "--known-bugs", "--megatron", str(on_version.root_of("0.19.2"))]
     assert cli.main(command) == 0
     text = capsys.readouterr().out
     assert "fully_shard_optimizer" in text

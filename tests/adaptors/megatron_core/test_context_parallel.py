@@ -16,8 +16,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.ops import dispatch
 from megatron_npu.ops.attention.context_parallel.packed import token_indices
 from tests.adaptors.megatron_core.conftest import make_config
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import on_version, tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
 CASES = 6 + 5  # masks of a batch, and packed documents

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import checkout
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 from tests.support.stock_core import losses, norms
 
 WORKER = Path(__file__).with_name("hybrid_batches_worker.py")

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode
+from tests.support.simulated import run_simulated, unavailable
 
 
 def test_losses_are_the_same_and_the_peak_is_lower():

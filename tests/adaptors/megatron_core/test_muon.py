@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adaptors.megatron_core.test_versions import EXACT, environment_of, wheel
+from tests.adaptors.megatron_core.test_versions import EXACT
 from tests.conftest import ROOT, on_a_leash
 from tests.support import curves, on_version, processes, tiny, warm
 from tests.support.curves import Curve, deviation
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 def environment(version: str) -> dict[str, str]:
     """Return an environment with a version of megatron-core, and with the package."""
-    found = tiny.environment() if version == INSTALLED else environment_of(wheel(version))
+    found = tiny.environment() if version == INSTALLED else tiny.environment_of(on_version.root_of(version))
     return found | {"PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(folder())])}
 
 

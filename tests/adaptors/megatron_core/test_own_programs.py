@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST, ROOT, checkout
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import on_version, tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 from tests.support.stock_core import git_status
 
 EXAMPLE = "examples/run_simple_mcore_train_loop.py"

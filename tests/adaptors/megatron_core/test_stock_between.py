@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import checkout
-from tests.sim.conftest import unavailable
+from tests.support.simulated import unavailable
 from tests.support.stock_core import losses, norms, pretrain
 
 # weights that are drawn on the host are the same on every device

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import checkout
-from tests.sim.conftest import unavailable
 from tests.support import on_version, tiny, warm
+from tests.support.simulated import unavailable
 from tests.support.stock_core import final_loss, learns_from_sentences, losses, norms, pretrain
 
 VERSIONS = ["0.17.1", "0.18.2", "0.19.1", on_version.MAIN]

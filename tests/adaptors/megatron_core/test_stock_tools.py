@@ -17,9 +17,9 @@ from megatron_npu.data.preprocessing import command as preprocess
 from megatron_npu.evaluation import lambada
 from megatron_npu.generation import generate
 from tests.conftest import LONGEST, checkout, on_a_leash, wait_until
-from tests.sim.conftest import unavailable
 from tests.support import private, processes, tiny, warm
 from tests.support.ports import free_port
+from tests.support.simulated import unavailable
 from tests.support.stock_core import learns_from_sentences, losses, pretrain, run_script
 
 MODEL = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import checkout, on_a_leash
-from tests.sim.conftest import unavailable
 from tests.support import tiny, warm
+from tests.support.simulated import unavailable
 from tests.support.stock_core import FLAGS, Run, losses, pretrain
 
 # constant: the losses do not depend on --train-iters

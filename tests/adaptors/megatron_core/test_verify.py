@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import warm
+from tests.support.simulated import run_simulated, unavailable
 
 PROGRAM = """
 import os, tempfile

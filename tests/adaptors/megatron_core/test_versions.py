@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -38,17 +37,11 @@ def flags(tmp_path_factory) -> list[str]:
     return [*tiny.flags_for(dataset), *EXACT]
 
 
-def environment_of(root: Path) -> dict[str, str]:
-    """Return an environment in which Megatron is the one in ``root``."""
-    path = os.pathsep.join([str(root), tiny.environment()["PYTHONPATH"]])
-    return tiny.environment() | {"MEGATRON_LM_PATH": str(root), "PYTHONPATH": path}
-
-
 def train(
     flags: list[str], folder: Path, root: Path, cases: dict[str, str], processes: int
 ) -> dict[str, Curve]:
     """Train every case with the megatron-core in ``root``; return the curves by name."""
-    printed = curves.run(folder, flags, cases, processes, environment_of(root))
+    printed = curves.run(folder, flags, cases, processes, tiny.environment_of(root))
     assert f"megatron_core {megatrons.find(root).version} " in printed
     assert "0 drifted" in printed
     return {name: curves.read(folder, name) for name in cases}
@@ -81,12 +74,7 @@ def installed(on_installed) -> list[float]:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def root(request) -> Path:
-    return wheel(request.param)
-
-
-def wheel(version: str) -> Path:
-    """Return the folder that scripts/get_megatron.sh has put a version's wheel into."""
-    return on_version.root_of(version)
+    return on_version.root_of(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +109,7 @@ def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed, on_i
     for name, end in (("first", 2), ("rest", 4)):
         case = {name: f"{save} --exit-interval {end}"}
         further = REMAINDERS | latent(tmp_path) if name == "first" else {}
-        trained = train(flags, tmp_path, wheel(version), further | case, 1)
+        trained = train(flags, tmp_path, on_version.root_of(version), further | case, 1)
         found += trained[name].losses()
         if further:
             check_latent(trained["latent"], on_installed["latent"])
@@ -131,7 +119,9 @@ def test_a_newer_one_saves_and_resumes(version, flags, tmp_path, installed, on_i
 
 def test_a_predicting_layer_is_recomputed_in_0_18(flags, tmp_path, on_installed) -> None:
     cases = {name: f"{value} {RECOMPUTED}" for name, value in latent(tmp_path).items()}
-    check_latent(train(flags, tmp_path, wheel("0.18.2"), cases, 1)["latent"], on_installed["latent"])
+    check_latent(
+        train(flags, tmp_path, on_version.root_of("0.18.2"), cases, 1)["latent"], on_installed["latent"]
+    )
 
 
 def test_tensor_parallel_in_bf16_with_distributed_optimizer(two, installed) -> None:
@@ -173,6 +163,6 @@ assert config.window_size == (3, 0)
 
 def test_windows_where_upstream_refuses_them(tmp_path, root) -> None:
     """The local attention has had windows since 0.15 only."""
-    environment = environment_of(root)
+    environment = tiny.environment_of(root)
     command = [sys.executable, "-c", WINDOW, str(tmp_path / "store")]
     warm.run(command, env=environment, modules=warm.DRIVER, check=True)

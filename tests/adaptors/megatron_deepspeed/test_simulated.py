@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny, warm
 from tests.support.deepspeed_pretraining import RARELY, TP2, engine, steps
+from tests.support.simulated import run_simulated, unavailable
 
 pytest.importorskip("deepspeed")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny
 from tests.support.deepspeed_pretraining import RARELY, samples
+from tests.support.simulated import run_simulated, unavailable
 
 pytest.importorskip("deepspeed")
 

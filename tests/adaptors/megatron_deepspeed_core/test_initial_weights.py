@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_npu.adaptors.deepspeed.megatron_deepspeed_core import random
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny
 from tests.support.deepspeed_pretraining import RARELY, engine, steps
+from tests.support.simulated import run_simulated, unavailable
 
 
 @pytest.mark.parametrize("draw", [torch.nn.init.normal_, torch.nn.init.uniform_])

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.conftest import LONGEST
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode
+from tests.support.simulated import run_simulated, unavailable
 from tests.support.tiny import ROOT
 
 pytest.importorskip("deepspeed")

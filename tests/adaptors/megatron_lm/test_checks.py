@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode, stock_lm, warm
+from tests.support.simulated import run_simulated, unavailable
 from tests.support.tiny import ROOT
 
 CHECKS = Path(__file__).parent / "checks"

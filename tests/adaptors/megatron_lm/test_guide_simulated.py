@@ -10,8 +10,8 @@ import pytest
 
 from tests.adaptors.megatron_lm import guide
 from tests.conftest import LONGEST
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import walk, warm
+from tests.support.simulated import run_simulated, unavailable
 
 
 @pytest.fixture(scope="module")

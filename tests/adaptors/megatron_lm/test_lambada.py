@@ -20,8 +20,8 @@ from megatron_npu.data.tokenization.gpt2_bpe import GPT2Tokenizer
 from megatron_npu.evaluation import lambada
 from tests.adaptors.megatron_lm.test_runs import load, tensors
 from tests.conftest import LONGEST
-from tests.sim.conftest import ROOT, run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny, warm
+from tests.support.simulated import ROOT, run_simulated, unavailable
 
 LEARNED, EXAMPLES = 12, 28  # passages
 ENDING, LENGTH = 12, 64  # tokens: of the ending that is learned, of the longest passage

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.adaptors.megatron_lm.test_runs import TP2, deviation
-from tests.sim.conftest import run_simulated, unavailable
 from tests.support import bytecode, stock_lm, tiny, warm
+from tests.support.simulated import run_simulated, unavailable
 
 SBH, BSH = (f"--use-flash-attn --shape-order {order}" for order in ("SBH", "BSH"))
 CAUSAL, WINDOW = "--pre-tockens 65536 --next-tockens 65536", "--pre-tockens 8 --next-tockens 0"

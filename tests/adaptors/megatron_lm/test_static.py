@@ -10,7 +10,7 @@ from megatron_npu import adaptors
 from megatron_npu.commands import cli
 from megatron_npu.patching.registry import registry
 from megatron_npu.upstream import megatrons
-from tests.adaptors.megatron_lm.appendix import LISTED
+from tests.support.appendix_a import LISTED
 from tests.support.tiny import ROOT
 
 KINDS = ("replace(", "around(", "wrap(", "constant(", "watch(")

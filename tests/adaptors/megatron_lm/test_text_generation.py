@@ -16,8 +16,8 @@ import pytest
 
 from megatron_npu.data.preprocessing import indexed_dataset
 from tests.conftest import LONGEST, on_a_leash, wait_until
-from tests.sim.conftest import unavailable
 from tests.support import stock_lm, tiny, warm
+from tests.support.simulated import unavailable
 
 PORT = 5000  # upstream gives no way to choose another
 URL = f"http://127.0.0.1:{PORT}/api"

@@ -10,8 +10,8 @@ import torch
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation.sampling.options import Options
 from megatron_npu.generation.sampling.sampler import Sampler
-from tests.adaptors.megatron_core.conftest import make_config, single_process
 from tests.support.comparison import here
+from tests.support.core_models import make_config, single_process
 
 __all__ = ["single_process"]
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.distributed.ring_worker import BATCH, CHUNK, GROUPS, SIZE
 from tests.distributed.test_ring_attention import RANKS, WORKER
+from tests.support.simulated import simulated  # noqa: F401  a fixture
 
 
-def test_three_npus_are_the_whole_sequence(simulated) -> None:
+def test_three_npus_are_the_whole_sequence(simulated) -> None:  # noqa: F811
     done = simulated("python", str(RANKS), "--torch", "3", str(WORKER))
     assert done.returncode == 0, done.stdout[-4000:]
     token = 2 * BATCH * GROUPS * SIZE * 4  # key and value in fp32
