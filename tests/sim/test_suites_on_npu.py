@@ -11,12 +11,19 @@ from tests.conftest import LONGEST
 from tests.support import warm
 
 CORE = "tests/adaptors/megatron_core"
-# these start processes of their own, and those for the simulator, too, where they are for it
-STARTING_OTHERS = ("other_versions", "stock_script", "every_mask_and_window", "over_hccl")
+# these start processes of their own, and those for the simulator, too, where they are for it; the others are
+# on the CPU (tiny.environment), as they are where the files themselves are run
+STARTING_OTHERS = (
+    *("other_versions", "stock_script", "every_mask_and_window", "over_hccl"),
+    *("another_class", "since_0_17_our_provider"),
+)
 # files, what selects their tests of the npu, and how many there are at least
 SUITES = {
-    "operations": (["tests/ops"], ["-k", "npu"], 400),
-    "swapped losses": (["tests/ops/test_swapping.py"], ["-k", "autocast or makes_no_logits"], 5),
+    "operations": (
+        ["tests/ops"],
+        ["-k", "npu or (test_swapping.py and (autocast or makes_no_logits))"],
+        650,
+    ),
     "adaptors of megatron-core": (
         [
             f"{CORE}/{name}.py"
@@ -48,7 +55,15 @@ SUITES = {
     "what torch's names for CUDA mean": (
         [
             f"tests/unit/devices/test_{name}.py"
-            for name in ("autocast", "device_arguments", "loaders", "moves", "namespace", "overflow")
+            for name in (
+                "autocast",
+                "compiled_names",
+                "device_arguments",
+                "loaders",
+                "moves",
+                "namespace",
+                "overflow",
+            )
         ],
         [],
         140,

@@ -159,12 +159,14 @@ _GROWING = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s =
         "{% for i in range(99999) %}{{ 'a'.ljust(10000) }}{% endfor %}",
     ],
 )
-def test_a_template_that_uses_up_memory_is_told(template):
+def test_a_template_that_uses_up_memory_is_told(template, monkeypatch):
+    if "s=[1]" in template:  # nothing but the time ends a list of lists
+        monkeypatch.setattr(chat_template, "_SECONDS", 1.5)
     found = chat_template.ChatTemplate(template, {})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UsageError, match=r"values that are too large|did not finish"):
         found.render(MESSAGES)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 3 << 20  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 def test_what_templates_do_with_texts_is_as_without_limits():
