@@ -271,7 +271,9 @@ def test_lm_evals_own_model_of_megatron_lm_runs_unedited(folders, task, expected
     model_args += f",vocab_file={tokenizer}/vocab.json,merge_file={tokenizer}/merges.txt"
     line = ["run", str(script), "--model", "megatron_lm", "--model_args", model_args]
     found = evaluated(task, tmp_path, *line, simulated=simulated, MEGATRON_PATH=str(tree))
-    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=0.1)
+    mean, wanted = math.log(found["perplexity"]), math.log(expected["perplexity"])
+    print(f"mean log-likelihood {-mean:.4f} in bf16, {-wanted:.4f} in fp32")
+    assert mean == pytest.approx(wanted, rel=0.02)  # 8 bits of logits near 20
     assert found["acc"] == expected["acc"]
 
 
