@@ -8,6 +8,7 @@ import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,13 +220,14 @@ def evaluated(
     """Return the figures that lm-eval writes; ``before`` is the command with the model and its arguments."""
     line = [*before, "--tasks", "local", "--include_path", str(task), "--batch_size", "2"]
     line += ["--output_path", str(output)]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(output)}
+    own: dict[str, Any] = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **env}
+    own["HF_DATASETS_CACHE"] = str(output)
     if simulated:
-        done = run_simulated(*tiny.command(*line), timeout=LONGEST, **offline, **env)
+        done = run_simulated(*tiny.command(*line), timeout=LONGEST, **own)
     else:
         done = processes.run(
             tiny.command(*line, processes=processes_),
-            env={**tiny.environment(), **offline, **env},
+            env={**tiny.environment(), **own},
             capture_output=True,
             text=True,
             check=False,
