@@ -99,7 +99,7 @@ def objects(room: Room) -> dict[str, str]:
 
 
 # a dashboard shows these until it is stopped; the place "dashboard" has such files
-_SERVED = ("deep", "dir", "empty", "nul", os.fsdecode(b"\xff\xfe.bad"))
+_SERVED = ("deep", "dir", "empty", "nul", "/proc/self/mem", os.fsdecode(b"\xff\xfe.bad"))
 
 
 def files(room: Room) -> Iterator[Try]:
