@@ -9,15 +9,21 @@ from collections.abc import Iterable
 # What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
 _OF_FILES = (
     errno.EACCES,
+    errno.EBUSY,
     errno.EDQUOT,
+    errno.EEXIST,
     errno.EFBIG,
     errno.EIO,
     errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
     errno.ENOENT,
     errno.ENOSPC,
     errno.ENOTDIR,
+    errno.ENOTEMPTY,
     errno.EPERM,
     errno.EROFS,
+    errno.ESTALE,
 )
 
 

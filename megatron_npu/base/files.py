@@ -58,7 +58,12 @@ def partial_file(path: Path) -> Path:
     """Return the temporary name under which a file is written.
 
     The name contains the process id, so that ranks do not collide.
+
+    Raises:
+        OSError: the path is empty, or is the working directory or the root.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, "a file cannot be written at this path", str(path))
     return path.with_name(f"{path.name}.{os.getpid()}.partial")
 
 

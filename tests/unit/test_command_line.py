@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_npu.base import files
 from megatron_npu.commands import cli, inherited
 from megatron_npu.commands.cli import main
 from tests.support import processes
@@ -61,3 +62,19 @@ def test_a_warning_as_an_error_is_one_line(command: str, is_told: bool) -> None:
     if told is not None:
         assert told[1] == 2
         assert told[0].startswith("a warning was raised as an error (DeprecationWarning: old). Change")
+
+
+@pytest.mark.parametrize("name", ["taken", "a" * 300])
+def test_an_output_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
+    """A file in the place of a folder, as for ``checkpoint gather --into``, and a name that is too long."""
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OSError) as raised:  # noqa: PT011
+        (tmp_path / name).mkdir(exist_ok=True)
+    assert cli._ended_by(raised.value, "checkpoint") == (str(raised.value), 1)
+
+
+def test_an_empty_output_is_an_error_of_files() -> None:
+    """As of ``plan --json ''``."""
+    with pytest.raises(IsADirectoryError) as raised, files.writing(Path("")):
+        pass
+    assert cli._ended_by(raised.value, "plan") == (str(raised.value), 1)

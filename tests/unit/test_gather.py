@@ -9,6 +9,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, gather
+from megatron_npu.commands import cli
 
 
 @pytest.fixture
@@ -41,3 +42,8 @@ def test_a_link_does_not_make_a_private_file_a_part_of_the_checkpoint(part: Path
     (part / "more").symlink_to("__0_0.distcp")
     place, _ = gather.join([part], tmp_path / "joined")
     assert (place / "more").read_bytes() == b"weights"
+
+
+def test_an_empty_folder_name_is_not_the_working_directory(part: Path, capfd: pytest.CaptureFixture) -> None:
+    assert cli.main(["checkpoint", "gather", str(part), "--into", ""]) == 2
+    assert "--into must name a folder, but it is empty. Name the folder." in capfd.readouterr().err
