@@ -110,6 +110,7 @@ class NpuDevice(Device):
         names |= {f"random.{name}": names[name] for name in _RANDOM if name in names}
         names["default_generators"] = _DefaultGenerators()
         names["Event"] = _event_of_any_graph(npu.Event)
+        names["Stream"] = _stream_on_cuda_device(npu.Stream)
         names["get_device_capability"] = _capability
         names["_lazy_call"] = _call_when_ready
         names["get_device_properties"] = _with_capability(names["get_device_properties"])
@@ -139,6 +140,24 @@ def _event_of_any_graph(event: type) -> type:
             return super().__new__(cls, enable_timing, blocking, interprocess)
 
     return Event
+
+
+def _stream_on_cuda_device(stream: type) -> type:
+    """Return a class that makes streams of torch.npu, also on devices that are called CUDA's.
+
+    Its instances are all streams of torch.npu, those of ``current_stream`` among them. The contexts of
+    megatron-core 0.20's second FSDP pass ``cuda:N``.
+    """
+
+    class AnyStream(type(stream)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, stream)
+
+    class Stream(stream, metaclass=AnyStream):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> Any:
+            return stream(_npu_for_cuda(device), priority, **options)
+
+    return Stream
 
 
 def _no_range(*_: Any, **__: Any) -> None:

@@ -82,6 +82,15 @@ class TestTorchCuda:
         assert not isinstance(x.cpu(), torch.cuda.BFloat16Tensor)
         assert torch.cuda.FloatTensor([1.0]).device.type == "npu"
 
+    def test_streams_of_devices_with_cuda_names(self):
+        for device in (torch.device("cuda:1"), torch.device("npu", 1), 1):
+            stream = torch.cuda.Stream(device)
+            assert stream.device == torch.device("npu", 1)
+            assert isinstance(stream, torch.cuda.Stream)
+        assert torch.cuda.Stream(device=torch.device("cuda"), priority=-1).device == torch.device("npu", 0)
+        assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream)
+        assert not isinstance(torch.cuda.Event(), torch.cuda.Stream)
+
     def test_streams_events_and_properties(self):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.Stream()

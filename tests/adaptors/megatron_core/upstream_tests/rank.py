@@ -239,7 +239,7 @@ def let_tests_select_nccl() -> None:
     From main's d98e8a64 on, a fixture of all tests of FSDP's second version does so where there is an
     accelerator, whether or not the test uses symmetric memory. A test that does fails when it allocates some.
     """
-    select = symm_mem.set_backend
+    select: Any = symm_mem.set_backend
 
     @functools.wraps(select)
     def set_backend(name: str) -> None:
