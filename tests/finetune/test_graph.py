@@ -90,11 +90,9 @@ def test_lengths_that_nobody_pads_share_the_second_graph(without_kernels):
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Capture graphs as ever, but run them as they are, which takes no compiler: they are to be counted."""
-    compile_in_place = nn.Module.compile
+    compile_ = torch.compile
     monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda self, dynamic, options: compile_in_place(self, dynamic=dynamic, backend="eager"),
+        torch, "compile", lambda call, dynamic, options: compile_(call, dynamic=dynamic, backend="eager")
     )
     torch.compiler.reset()
     yield
@@ -122,6 +120,25 @@ def test_all_layers_and_steps_have_one_graph(without_kernels, monkeypatch, kind,
     assert losses == pytest.approx(
         train_script.plain(kind, 3, switches.lora_rank), rel=1e-2 if switches.mixed_precision else 1e-5
     )
+
+
+def test_modules_of_torch_itself_are_compiled(without_kernels):
+    """Dynamo skips torch's own files: what ``nn.Module.compile`` makes of them would have no graph."""
+    whole = nn.Sequential(nn.Linear(24, 24), nn.GELU())
+    layer = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True)
+    for model, batch in (
+        (whole, torch.randn(4, 24)),
+        (nn.TransformerEncoder(layer, 3), torch.randn(2, 5, 24)),
+    ):
+        expected = model(batch).detach()
+        before = compiled_blocks.count_graphs()
+        compiled, _ = accelerated(model.train(), Switches(graph_optimization=True))
+        found = compiled(batch.requires_grad_())
+        found.square().mean().backward()
+        assert 1 <= compiled_blocks.count_graphs() - before <= 2, type(
+            model
+        )  # the first layer's, and the others'
+        torch.testing.assert_close(found.detach(), expected)
 
 
 class InFp32(nn.Linear):

@@ -52,12 +52,26 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
     blocks = repeated_blocks(model)
     options = {"fallback_random": True} if devices.current().is_host else None
     for _, block in blocks or [("", model)]:
-        block.compile(dynamic=dynamic or None, options=options)  # None: only what differs between batches
+        _compile(block, dynamic or None, options)  # None: only what differs between batches
     what = f"{len(blocks)} blocks, which share one graph," if blocks else "the whole model"
     lengths = (
         "for all batch lengths" if dynamic else "once for the first batch length and once for all others"
     )
     return f"graphs: torch.compile compiles {what} {lengths}"
+
+
+def _compile(block: nn.Module, dynamic: bool | None, options: dict[str, Any] | None) -> None:
+    """Compile ``block`` in place, also if its class is one of torch's own, such as ``nn.Sequential``.
+
+    Dynamo (torch 2.13) skips the frames of torch's own files, so ``nn.Module.compile`` of such a module does
+    nothing, silently. ``torch.compile(module)`` wraps the call in the same way as is done here.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    call: Any = block._call_impl
+    if trace_rules.check(block.forward):
+        call = external_utils.wrap_inline(call)
+    block._compiled_call_impl = torch.compile(call, dynamic=dynamic, options=options)
 
 
 def attention_outside(model: nn.Module) -> str:
