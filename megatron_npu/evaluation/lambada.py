@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_npu import devices
+from megatron_npu.base import output_files
 from megatron_npu.base.arg_parser import Parser, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.evaluation.passages import Cut, Example, read_examples
@@ -76,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.strict_lambada and args.lm_eval_cut:
         raise UsageError("--strict-lambada and --lm-eval-cut are mutually exclusive. Remove one.")
-    if args.results:
-        sample_files.require_writable(args.results)
+    output_files.require_writable(args.results)
     initialize.silence_known_warnings()
     cut: Cut = "lm-eval" if args.lm_eval_cut else "word" if args.strict_lambada else "token"
     rows = found(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megatron_npu.base import files
+from megatron_npu.base import files, output_files
 from megatron_npu.base.arg_parser import Parser, integer, number, positive, whole
 from megatron_npu.base.errors import UsageError
 from megatron_npu.generation import conversation, sample_files, trained_model
@@ -168,9 +168,7 @@ def _check(given: GenerateFlags) -> None:
     if len(ways) > 1 or (given.num_samples == 0 and ways):
         both = "--prompt and --sample-input-file" if len(ways) > 1 else f"--num-samples 0 and --{ways[0]}"
         raise UsageError(f"{both.replace('_', '-')} are mutually exclusive. Remove one.")
-    for file in (given.genfile, given.output, given.sample_output_file):
-        if file is not None:
-            sample_files.require_writable(file)
+    output_files.require_writable(given.genfile, given.output, given.sample_output_file)
 
 
 def _draw(given: GenerateFlags, model: TrainedModel, options: Options) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import files, given_files
@@ -62,17 +61,3 @@ def write(file: str, records: Iterable[dict[str, Any]]) -> None:
         files.write(file, "".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}. Use another path.") from error
-
-
-def require_writable(file: str) -> None:
-    """Check, before any text is generated, that ``write`` will be able to write to a path.
-
-    Raises:
-        UsageError: the path's folder does not exist, or the path is a folder.
-    """
-    path = Path(file)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else "its folder does not exist"
-        raise UsageError(
-            f"{file} cannot be written: {reason}. Pass the path of a file in an existing folder."
-        )

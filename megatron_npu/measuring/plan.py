@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 
-from megatron_npu.base import files
+from megatron_npu.base import output_files
 from megatron_npu.base.arg_parser import Unfit
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
@@ -185,23 +184,10 @@ def _check_surroundings(args: Namespace) -> None:
         raise UsageError(
             "--plot requires matplotlib, which is not installed. Install it: pip install matplotlib"
         )
+    output_files.require_writable(args.json, args.markdown, args.plot)
     given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
-    for path in given:
-        _check_file(path)
     if len({path.absolute() for path in given}) < len(given):
         raise UsageError(
             f"--json, --markdown and --plot must be different files, but two of them are {given[0]}. Use "
             "different files."
-        )
-
-
-def _check_file(path: Path) -> None:
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: the folder {folder} does not exist. Create the folder.")
-    if path.is_dir():
-        raise UsageError(f"{path} must be a file that can be written, but it is a folder. Use another path.")
-    if reason := files.refusal(folder):
-        raise UsageError(
-            f"{path} cannot be written: the folder {folder} is not writable ({reason}). Use another path."
         )

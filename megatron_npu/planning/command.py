@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import files, output_files
 from megatron_npu.base.arg_parser import Number, Parser, byte_size, positive
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning import hardware, page, remedies
@@ -127,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
             "--search estimates",
             remedy="Add --search, or remove --bench.",
         )
+    output_files.require_writable(options.json, options.html, options.timeline)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     job = Job.of(options.devices, command)
     require_covered(job, options.device)

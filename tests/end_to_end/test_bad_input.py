@@ -233,7 +233,7 @@ def test_generate(refused, trained, capsys):
         (["--prompt", " ".join(["1"] * 32)], "the prompt has 32 tokens, but it must have at most 31"),
         (["--prompt", "\udcff"], "the text must consist of numbers from 0 to"),
         (["--num-samples", "1", "--out-seq-length", "33"], "at most the model's 32 positions"),
-        (["--num-samples", "1", "--genfile", "no/such/file"], "its folder does not exist"),
+        (["--num-samples", "1", "--genfile", "no/such/file"], "no/such does not exist"),
         (
             ["--num-samples", "1", "--num-layers", "3"],
             "--num-layers must be 2, the checkpoint's value, but got 3",

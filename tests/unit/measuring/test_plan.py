@@ -79,7 +79,7 @@ def test_a_cpus_ranks_share_what_is_there():
         ("--suite 3d --memory-limit much", CPU, "bytes"),
         ("--suite 3d --json /nowhere/table.json", CPU, "the folder /nowhere does not exist"),
         ("--suite 3d --json /proc/table.json", CPU, "/proc is not writable"),
-        ("--suite 3d --plot /proc", CPU, "/proc must be a file that can be written, but it is a folder"),
+        ("--suite 3d --plot /proc", CPU, "/proc cannot be written: it is a folder"),
         (
             "--suite 3d --json same --markdown same",
             CPU,
