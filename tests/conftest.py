@@ -43,6 +43,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Under nohup, what tests start would ignore SIGHUP, as it should. A handler of this process is not inherited.
+if (
+    signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
 # Arrow's allocator, which main's data sets import, would start a thread, which no parent of forks may have.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
