@@ -81,9 +81,13 @@ def test_weights_of_xavier_are_refused() -> None:
 
 
 def test_batches_that_are_dealt_out_are_not_run_again() -> None:
-    args = argparse.Namespace(hybrid_context_parallel=True, rerun_mode="validate_results")
-    with pytest.raises(UsageError, match="but got --rerun-mode validate_results"):
-        argument_checks.refuse_reruns_of_hybrid_batches(args)
+    args = argparse.Namespace(hybrid_context_parallel=True, rerun_mode="validate_results", train_iters=None)
+    argument_checks.refuse_reruns_of_hybrid_batches(args)  # a program that only reads batches
+    for count in ("train_iters", "train_samples"):
+        given = argparse.Namespace(**{**vars(args), count: 8})
+        with pytest.raises(UsageError, match="but got --rerun-mode validate_results"):
+            argument_checks.refuse_reruns_of_hybrid_batches(given)
+    args.train_iters = 8
     args.rerun_mode = "disabled"
     argument_checks.refuse_reruns_of_hybrid_batches(args)
     argument_checks.refuse_reruns_of_hybrid_batches(

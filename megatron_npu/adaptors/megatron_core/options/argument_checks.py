@@ -123,8 +123,11 @@ def name_the_length_for_servers(args: argparse.Namespace) -> None:
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
     """Reject reruns of iterations with hybrid context parallelism, whose batches are distributed over the
     ranks in advance.
+
+    A program that only reads batches has no number of iterations, and nothing to run again.
     """
-    if getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
+    trains = getattr(args, "train_iters", None) or getattr(args, "train_samples", None)
+    if trains and getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
             "--hybrid-context-parallel requires --rerun-mode disabled, because Megatron cannot repeat a "
             f"batch that is already distributed to the ranks, but got --rerun-mode {args.rerun_mode}. Add "
