@@ -8,17 +8,27 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from pathlib import Path
 
 _ATTEMPTS = 2
 _COPIES = (("datasets.config", "HF_HUB_OFFLINE"), ("transformers.utils.hub", "_is_offline_mode"))
 
 
-@functools.cache
-def use_cache_if_silent() -> None:
+def use_cache_if_silent(name: str | Path) -> None:
     """Use only the hub's local cache in this process if the hub does not answer, and print a warning.
 
-    Each of two attempts waits for HF_HUB_ETAG_TIMEOUT seconds (10 by default). Any answer is sufficient.
+    The hub is asked once in a process. Each of two attempts waits for HF_HUB_ETAG_TIMEOUT seconds (10 by
+    default). Any answer is sufficient.
+
+    Args:
+        name: the model or dataset that is needed. If it is a local path, the hub is not asked.
     """
+    if not Path(name).exists():
+        _ask()
+
+
+@functools.cache
+def _ask() -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -71,7 +71,10 @@ def termination_heard() -> Iterator[None]:
 
     A second signal has its former effect. A signal that is ignored (``nohup``) stays ignored.
     """
-    numbers = [number for number in TERMINATING if signal.getsignal(number) != signal.SIG_IGN]
+    # known before any of them is replaced: a signal may come in between
+    before = {
+        number: handler for number in TERMINATING if (handler := signal.getsignal(number)) != signal.SIG_IGN
+    }
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,7 +87,8 @@ def termination_heard() -> Iterator[None]:
         restore()
         raise HungUpError if number == signal.SIGHUP else TerminatedError
 
-    before = {number: signal.signal(number, end) for number in numbers}
+    for number in before:
+        signal.signal(number, end)
     try:
         yield
     finally:

@@ -147,8 +147,7 @@ def _load(datasets: ModuleType, name: str, config: str | None, split: str) -> An
         dataset_folders.require_own_files(path, f"--hf-dataset {name}")
         saved = datasets.load_from_disk(str(path))
         return saved[split] if isinstance(saved, dict) else saved
-    if not path.exists():
-        hub.use_cache_if_silent()
+    hub.use_cache_if_silent(path)
     with dataset_folders.own_files_alone(name, f"--hf-dataset {name}"):
         return datasets.load_dataset(name, config, split=split, streaming=True)
 

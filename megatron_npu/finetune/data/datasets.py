@@ -194,8 +194,7 @@ def _of_the_hub(library: Any, name: str, config: str | None) -> Mapping[str, Dat
     Without a network connection, ``datasets`` finds only the datasets that it has prepared itself, and not
     those that were downloaded with ``hf download --repo-type dataset``.
     """
-    if not Path(name).exists():
-        hub.use_cache_if_silent()
+    hub.use_cache_if_silent(name)
     try:
         with dataset_folders.own_files_alone(name, f"--data-path {name}"):
             return library.load_dataset(name, config, cache_dir=_cache_of_a_folder(library, Path(name)))

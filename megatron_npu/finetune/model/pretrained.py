@@ -228,8 +228,7 @@ def _loaded(name: str, load: Callable[[], T]) -> T:
         _require_own_shards(name, index)
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise _refused(name, "the folder does not exist")  # asking the hub takes time where there is none
-    if not Path(name).exists():
-        hub.use_cache_if_silent()
+    hub.use_cache_if_silent(name)
     try:
         with expanded_size.checked():
             return load()
