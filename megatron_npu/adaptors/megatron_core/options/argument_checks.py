@@ -121,11 +121,7 @@ def name_the_length_for_servers(args: argparse.Namespace) -> None:
 
 
 def refuse_reruns_of_hybrid_batches(args: argparse.Namespace) -> None:
-    """Reject reruns of iterations with hybrid context parallelism, whose batches are distributed over the
-    ranks in advance.
-
-    A program that only reads batches has no number of iterations, and nothing to run again.
-    """
+    """Reject reruns in training with hybrid context parallelism, which deals out batches in advance."""
     trains = getattr(args, "train_iters", None) or getattr(args, "train_samples", None)
     if trains and getattr(args, "hybrid_context_parallel", False) and args.rerun_mode != "disabled":
         raise UsageError(
