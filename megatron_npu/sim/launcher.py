@@ -87,8 +87,12 @@ def prepare() -> dict[str, str]:
     if settings.SIM_MEMCHECK.enabled():
         # torch's allocator would hand out a freed block again with its old, plausible content
         environment["PYTORCH_NO_NPU_MEMORY_CACHING"] = "1"
+    search = [*sys.path]
     sys.path.append(str(wheel))
-    build.prepare()
+    try:
+        build.prepare()
+    finally:
+        sys.path[:] = search  # torch_npu is for the simulated process: without a CANN, its import fails
     return environment
 
 

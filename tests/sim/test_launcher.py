@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_npu.process import deepspeed_device
-from megatron_npu.sim import activate, site
+from megatron_npu.sim import activate, launcher, site
 from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -307,3 +307,11 @@ def test_memory_that_kernels_free_is_used_again(simulated):
     done = simulated(sys.executable, "-c", FREES)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.splitlines()[-1]) > 150
+
+
+@pytest.mark.usefixtures("simulated")  # or skip
+def test_preparing_leaves_the_search_path_as_it_is() -> None:
+    """``plan`` prepares in its own process, where importing torch_npu fails."""
+    before = [*sys.path]
+    launcher.prepare()
+    assert sys.path == before

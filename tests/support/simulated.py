@@ -67,7 +67,7 @@ def run_simulated(
 
 def _prepared(environment: dict[str, str]) -> dict[str, str]:
     """Return what ``megatron-npu sim`` makes of an environment, without a process for it."""
-    before, search = dict(os.environ), [*sys.path]
+    before = dict(os.environ)
     try:
         os.environ.clear()
         os.environ.update(environment)
@@ -75,7 +75,6 @@ def _prepared(environment: dict[str, str]) -> dict[str, str]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        sys.path[:] = search
 
 
 def _python_path() -> str:
