@@ -32,5 +32,5 @@ def warning_of(error: Exception) -> UsageError | None:
         return None
     return UsageError(
         f"a warning was raised as an error ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-        remedy="Change PYTHONWARNINGS or Python's -W: stock Megatron and torch give such warnings.",
+        remedy="Change PYTHONWARNINGS or Python's -W: stock Megatron and torch emit such warnings.",
     )

@@ -43,7 +43,7 @@ def _ask() -> None:
         else:
             return
     print(
-        f"megatron_npu: warning: the hub {constants.ENDPOINT} does not answer ({reason}), so only its local "
+        f"megatron_npu: warning: the hub {constants.ENDPOINT} does not answer ({reason}), so only the local "
         "cache is used. Check the network or HF_ENDPOINT; HF_HUB_OFFLINE=1 avoids the wait.",
         file=sys.stderr,
         flush=True,
