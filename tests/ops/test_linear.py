@@ -66,6 +66,15 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_values_of_a_bias_may_lie_apart(path, kind):
+    """oneDNN would read them one behind the other, beyond the end of a bias of one value that is expanded."""
+    torch.manual_seed(3)
+    x, w, b = (torch.randn(shape).to(kind) for shape in ((4, 5), (3, 5), (6,)))
+    for bias in (b[:1].expand(3), b[::2], b[1:4]):
+        assert_near(linear(x, w, bias), x.double() @ w.double().t() + bias.double(), kind, loose=2.0)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_shapes_that_do_not_fit_raise_what_torch_does(path, wrong, kind):

@@ -156,6 +156,10 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         return products.multiply(left, right.t(), left.new_empty(left.size(0), right.size(0)), bias)
     if left.dtype is torch.bfloat16 or not left.numel() or not right.numel():
         return F.linear(left, right, bias)  # oneDNN has no empty products
+    if bias is not None:
+        bias = (
+            bias.contiguous()
+        )  # torch 2.13 hands oneDNN its address without its strides
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
