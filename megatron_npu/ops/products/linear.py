@@ -157,9 +157,8 @@ def _faster(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
     if left.dtype is torch.bfloat16 or not left.numel() or not right.numel():
         return F.linear(left, right, bias)  # oneDNN has no empty products
     if bias is not None:
-        bias = (
-            bias.contiguous()
-        )  # torch 2.13 hands oneDNN its address without its strides
+        # torch 2.13 hands oneDNN the address of a bias without its strides.
+        bias = bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
