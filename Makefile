@@ -5,6 +5,7 @@
 #   make gpu             on a machine with a GPU: tests and benchmarks that need one (docs/records/gpu.md)
 #   make plan-grid       full simulated trainings against dry runs of `megatron-npu plan` (docs/records/plan.md)
 #   make pythons         import, doctor, check and the unit tests without torch, with every Python that is here
+#   make fuzz            the property-based tests with other examples in each of ROUNDS rounds (default: 1)
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
 # WORKERS: processes that run tests side by side; tests wait for their own processes a fifth of the time
@@ -16,8 +17,9 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
 PIECES ?=
+ROUNDS ?= 1
 
-.PHONY: demo docs test sanitize gpu plan-grid megatron pythons lint clean
+.PHONY: demo docs test fuzz sanitize gpu plan-grid megatron pythons lint clean
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python demo/run.py $(if $(CLEAN),--clean)
@@ -36,6 +38,12 @@ test: $(VENV)/test.stamp
 
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python scripts/site_pages.py
+
+# Where CI is set, Hypothesis draws the same examples each time: here it does not. A failure prints its seed.
+fuzz: $(VENV)/test.stamp
+	for round in $$(seq $(ROUNDS)); do \
+		env -u CI $(VENV)/bin/python -m pytest -q -m hypothesis -n $(WORKERS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 sanitize: $(VENV)/test.stamp
 	$(VENV)/bin/python scripts/sanitize.py

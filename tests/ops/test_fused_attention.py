@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops import compiled
@@ -41,7 +41,7 @@ def leaves_of(dtype, *shapes):
     return leaves, [leaf.detach().double().requires_grad_() for leaf in leaves]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     queries=runs,
     keys=runs,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_npu.ops.attention import attention
@@ -44,7 +44,7 @@ def random(*shape: int, transposed: bool = False, stride: int = 0) -> torch.Tens
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES),
     batch=st.sampled_from([(), (1,), (3,)]),
@@ -67,7 +67,7 @@ def test_a_product(either, sizes, batch, transposed, stride, dtype, add, with_bi
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES),
     transposed=st.tuples(st.booleans(), st.booleans()),
@@ -87,7 +87,7 @@ def test_a_sum(either, sizes, transposed, stride):
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(SIZES, SIZES, SIZES),
     transposed=st.tuples(st.booleans(), st.booleans()),
