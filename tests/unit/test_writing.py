@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_npu.watchdog import place
+from megatron_npu.watchdog import place, sending, stillness
 from megatron_npu.watchdog.elsewhere import Elsewhere
-from megatron_npu.watchdog.stillness import Stillness
 from megatron_npu.watchdog.writing import Writing
 
 MIB = 2**20
@@ -70,24 +68,19 @@ def test_a_slow_upload_gets_on_by_what_is_sent(client: str, sends: bool, monkeyp
     stands = place.Place("saving", "", "upload", frames, ("one line",))
     monkeypatch.setattr(place, "of_main_thread", lambda: stands)
     monkeypatch.setattr(Elsewhere, "computes", lambda self: False)
-    ends = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = socket.create_connection(server.getsockname())
-        receiver = server.accept()[0]
-
-        def slowly() -> None:
-            while not ends.wait(0.05):
-                sender.sendall(bytes(MIB // 10 if sends else 100))  # or heartbeats
-                receiver.recv(MIB)
-
-        thread = threading.Thread(target=slowly)
-        thread.start()
-        looked, stillness = time.monotonic(), Stillness(2.0, lambda: 1)
-        while time.monotonic() < looked + 3.5:
-            stillness.look()
-            time.sleep(0.2)
-        ends.set()
-        thread.join()
-        sender.close()
-        receiver.close()
-    assert (stillness.still < 2.0) is sends
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)  # the machine may be busy: no real seconds
+    monkeypatch.setattr(stillness, "time", clock)
+    monkeypatch.setattr(sending, "time", clock)
+    watched = stillness.Stillness(2.0, lambda: 1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+        server.accept()[0] as receiver,
+    ):
+        for _ in range(18):
+            watched.look()
+            clock.now += 0.2
+            sender.sendall(bytes(40_000 if sends else 400))  # or heartbeats
+            receiver.recv(MIB)
+    watched.look()
+    assert (watched.still < 2.0) is sends
