@@ -1,4 +1,4 @@
-"""Patch ``megatron.training.checkpointing`` to fix layer names in the checkpoints of Megatron's FSDP."""
+"""Fix Megatron's FSDP: layer names in its checkpoints, and the gradient norm of its second version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatron_npu.adaptors.megatron_core.decorators import backport
+from megatron_npu.adaptors.megatron_core.decorators import NOT_FIXED, backport
 
 _LAYER = re.compile(r"(?P<block>(?:^|.*\.)(?:decoder|encoder)\.layers\.)(?P<number>\d+)(?P<rest>\..*|$)")
 
@@ -35,6 +35,28 @@ def name_layers_globally(
         **state,
         **{part: _renamed(state[part], numbers) for part in ("model", "optimizer") if part in state},
     }
+
+
+@backport(
+    "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+    versions=">=0.20",
+    until=NOT_FIXED,
+    order=2,
+    why="with --megatron-fsdp-version 2, squares of gradients and counts of zeros are summed twice over the "
+    "data-parallel ranks: the gradient norm is too large by the square root of the number of ranks, and "
+    "gradients are clipped too much",
+)
+def sum_shards_once(
+    original: Callable[..., Any], *args: Any, model_parallel_group: Any = None, **options: Any
+) -> Any:
+    """Sum the statistics of sharded gradients over the model-parallel ranks only.
+
+    ``get_grad_norm_fp32`` and ``count_zeros_fp32`` have then summed them over the ranks of the shards.
+    """
+    optimizer = original(*args, model_parallel_group=model_parallel_group, **options)
+    if type(optimizer).__name__ == "FullyShardedOptimizer":
+        optimizer.grad_stats_parallel_group = model_parallel_group
+    return optimizer
 
 
 def _numbers(model: Any) -> dict[tuple[str, int], int]:
