@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_npu.ops.optimizers import sgd
 from megatron_npu.ops.optimizers.sgd import FusedSGD
@@ -94,6 +98,26 @@ def test_a_parameter_that_joins_later_starts_its_own_momentum(device):
     before, grad = weights[0].detach().clone(), weights[0].grad.clone()
     optimizer.step()
     torch.testing.assert_close(weights[0].detach(), before - LR * grad)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_updates_the_shards_of_this_rank(momentum):
+    """torch's fused kernel takes no sharded tensor, and one rank may hold nothing of a weight."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        starts = [torch.full((rows, 4), 1.0) for rows in (1, 0)]
+        shards = [DTensor.from_local(start.clone(), mesh, [Shard(0)]) for start in starts]
+        weights = [torch.nn.Parameter(shard) for shard in shards]
+        optimizer = FusedSGD(weights, LR, momentum=momentum)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved = LR * (2 + momentum)
+        torch.testing.assert_close(weights[0].to_local().detach(), starts[0] - moved)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

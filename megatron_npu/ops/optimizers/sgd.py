@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_npu.ops.dispatch import Make, Operation
 from megatron_npu.ops.optimizers.fused_optimizer import FusedOptimizer, update_fused
+from megatron_npu.ops.optimizers.multi_tensor import local_parts
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,22 @@ class FusedSGD(FusedOptimizer):
             decay_after=self.wd_after_momentum,
             first=first_step,
         )
+        rows = [self._row(parameter, group["momentum"]) for parameter in parameters]
         update_fused(
-            [self._row(parameter, group["momentum"]) for parameter in parameters],
+            [row for row in rows if row[0].numel()],  # a rank may hold none of a weight
             lambda targets, grads, buffers=(): _sgd(targets, grads, list(buffers), step),
         )
 
     def _row(self, parameter: Tensor, momentum: float) -> tuple[Tensor, ...]:
+        """Return this rank's parts of a parameter, its gradient and, with momentum, its buffer."""
         grad = self._dense_gradient(parameter)
         if not momentum:
-            return parameter, grad
+            return local_parts((parameter, grad))
         state = self.state[parameter]
         if state.get("momentum_buffer") is None:
             precise = torch.promote_types(parameter.dtype, torch.float32)
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=precise)
-        return parameter, grad, state["momentum_buffer"]
+        return local_parts((parameter, grad, state["momentum_buffer"]))
 
 
 def _sgd_reference(

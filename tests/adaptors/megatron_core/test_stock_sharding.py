@@ -9,6 +9,7 @@ import torch
 
 from megatron_npu.adaptors.megatron_core.optimizers import fsdp
 from tests.conftest import checkout
+from tests.support.on_version import MAIN
 from tests.support.stock_core import losses, norms, pretrain
 
 FLAGS = [
@@ -50,6 +51,18 @@ def test_shards_train_like_the_whole(tree: Path, tmp_path: Path, whole, kind: st
     # the second line of a process is the mean of its first two losses
     assert losses(rest)[0] == pytest.approx(2 * losses(whole)[1] - losses(whole)[0], abs=3e-6)
     assert 2 * losses(rest)[1] - losses(rest)[0] == pytest.approx(losses(whole)[2], abs=3e-6)
+
+
+def test_the_second_version_of_megatron_fsdp_trains_like_the_whole(tmp_path: Path) -> None:
+    """Norms are larger by the root of the ranks' number: upstream adds the squares of all shards twice."""
+    pytest.importorskip("megatron.core")
+    tree = checkout("megatron_core", MAIN)
+    shards = "--use-megatron-fsdp --megatron-fsdp-version 2 --ckpt-format fsdp_dtensor".split()
+    shards += ["--data-parallel-sharding-strategy", "optim_grads_params"]
+    one = pretrain(tree, tmp_path, *FLAGS)
+    two = pretrain(tree, tmp_path, *FLAGS, *shards, processes=2)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+    assert norms(two) == pytest.approx([norm * 2**0.5 for norm in norms(one)], rel=1e-3)
 
 
 @pytest.mark.parametrize("wrappers", [0, 1, 3])

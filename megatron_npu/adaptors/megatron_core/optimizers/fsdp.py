@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import device_mesh as meshes
@@ -102,6 +103,17 @@ constant(
     devices=WITHOUT_CUDA,
     why="upstream always names the mesh's device cuda",
 )
+
+
+@around(
+    f"{_MEGATRON_FSDP}.experimental.fully_shard:fully_shard_context",
+    versions=">=0.20",
+    devices=("cpu",),
+    why="--megatron-fsdp-version 2 accepts only a device that is called cuda (ValueError)",
+)
+def name_device_cuda(original: Callable[..., Any], device: torch.device | None = None, **options: Any) -> Any:
+    """Give the default device the name that it has on CUDA, for streams, which a CPU does not have."""
+    return original(device or torch.device("cuda", 0), **options)
 
 
 @around(
