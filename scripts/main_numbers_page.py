@@ -27,7 +27,8 @@ which runs Megatron-LM's main (0.20.0, commit d98e8a64) without TransformerEngin
 4 layers) and train in fp32 without dropout. `npu` is the [simulated Ascend](../explanation/simulator.md).
 The column *result* gives the largest relative difference of a loss unless the row says otherwise. fp32 has 24
 bits, so 6e-8 is one unit in the last place; 0 means that all digits are equal. [What 0.20
-changed](../explanation/what-0.20-changed.md) describes what is supported.
+changed](../explanation/what-0.20-changed.md) describes what is supported, and [upstream's unit tests as
+judge](upstream-tests.md) has the results of main's own tests.
 """
 PARTS = {
     "transformers": (

@@ -42,4 +42,26 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> AbstractContextManager[Non
 
 def check_fp8_support() -> tuple[bool, str]:
     """Return False, and the reason why fp8 is not supported."""
-    return False, "the layers that megatron_npu provides under TransformerEngine's names do not support fp8"
+    return _unsupported("fp8")
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """Return False, and the reason why fp8 with a scale for each 32 values is not supported."""
+    return _unsupported("mxfp8")
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """Return False, and the reason why fp8 with a scale for each block is not supported."""
+    return _unsupported("fp8 with scales of blocks")
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    """Return False, and the reason why fp4 is not supported."""
+    return _unsupported("nvfp4")
+
+
+def _unsupported(precision: str) -> tuple[bool, str]:
+    return (
+        False,
+        f"the layers that megatron_npu provides under TransformerEngine's names do not support {precision}",
+    )

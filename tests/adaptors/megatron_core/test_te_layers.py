@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -110,6 +111,14 @@ def test_what_its_kernels_alone_can_do_is_refused() -> None:
             ask()
     with pytorch.fp8_autocast(enabled=False), pytorch.fp8_model_init(enabled=False):
         pass
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "fp8_block_scaling", "nvfp4"])
+def test_who_asks_for_a_precision_is_told_that_it_is_not_supported(precision: str) -> None:
+    module = importlib.import_module("megatron_npu.standins.transformer_engine.fp8")
+    supported, why = getattr(module, f"check_{precision}_support")()
+    assert supported is False
+    assert precision.partition("_")[0] in why
 
 
 def test_the_norm_before_a_layer_can_be_asked_for() -> None:
