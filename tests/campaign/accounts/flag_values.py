@@ -191,7 +191,7 @@ def _links(samples: Samples, name: str, words: list[str]) -> Iterator[Try | Verd
     what = f"{name}: links of a stranger"
     after = _after(samples, words)
     yield Try("names of outputs in flags", what, [*words, str(folder / "made"), *after], EITHER, starts=False)
-    if precious.read_text() != "precious":
+    if precious.read_bytes() != b"precious":
         yield Verdict("names of outputs in flags", f"{what}: the file", "silent", None, 0.0, "overwritten")
 
 
