@@ -39,6 +39,7 @@ _SAMPLING = {
     "--num-samples": ("0", _HUGE, "-0"),
 }
 _ALLOWED = ("1e-320", "-0", _ARABIC, "\u0664")  # values that may be as good as others
+_FINITE = ("--lr", "--clip-grad", "--weight-decay")  # of which a huge value is one, and its effect visible
 
 
 def numbers(room: Room) -> Iterator[Try]:
@@ -48,7 +49,8 @@ def numbers(room: Room) -> Iterator[Try]:
         for flag, values in flags.items():
             for value in values:
                 what = f"{command[0]} {flag} {value!r}"
-                expected = EITHER if value in _ALLOWED else REFUSED
+                is_fine = value in _ALLOWED or (value == _HUGE and flag in _FINITE)
+                expected = EITHER if is_fine else REFUSED
                 yield Try("numbers in flags", what, [*command, f"{flag}={value}"], expected, starts=False)
     for words, given in _other_numbers(samples):
         for value in given:
