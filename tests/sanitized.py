@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 
 from megatron_npu.ops.compiled import building
+from megatron_npu.process import cached_library
 from tests.support import processes
 
 os.environ.pop("LD_PRELOAD", None)  # g++, which tests start, would be slow with it
-building._LONGEST = 1800  # seconds: a compilation takes longer with them
+cached_library._LONGEST = 1800  # seconds: a compilation takes longer with them
 building._FLAGS = (
     *building._FLAGS,
     *("-Werror", "-g", "-O1", "-fno-omit-frame-pointer"),

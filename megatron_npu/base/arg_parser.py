@@ -139,6 +139,20 @@ def default_of(action: argparse.Action) -> str:
     return f"{default:g}" if isinstance(default, float) and abs(default) < 1e6 else str(default)
 
 
+def _check_name(flag: str, given: str | Path) -> None:
+    """Raise an error if the value of a flag is empty or the path of a device."""
+    if given == "":
+        raise UsageError(
+            f"{flag} must not be empty",
+            remedy="Pass a value. If the command contains a shell variable, check that it is set.",
+        )
+    if given_files.is_device(given):
+        raise UsageError(
+            f"{flag} must name a file or a folder, but {given} is a device or a socket",
+            remedy="Correct the path.",
+        )
+
+
 def _sentence(prog: str, description: str) -> str:
     """Return the description of a command without the leading name of the command.
 
@@ -228,22 +242,20 @@ class Parser(argparse.ArgumentParser):
             raise
         asked = self._asked(values)
         asked._refuse_unknown(unknown)
-        asked._refuse_devices(values)
+        asked._check_names(values)
         return values
 
-    def _refuse_devices(self, values: argparse.Namespace) -> None:
-        """Raise an error if a flag names a device such as /dev/zero, whose content has no end."""
+    def _check_names(self, values: argparse.Namespace) -> None:
+        """Raise an error if a flag names a device such as /dev/zero, whose content has no end, or if its
+        value is empty, as that of an unset shell variable.
+        """
         for action in self._actions:
             value = getattr(values, action.dest, None)
-            if action.metavar == "TEXT" or value is action.default:
+            if action.metavar == "TEXT" or action.nargs == argparse.REMAINDER or value is action.default:
                 continue
             for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, str | Path) and given_files.is_device(each):
-                    name = "/".join(action.option_strings) or action.metavar or action.dest
-                    raise UsageError(
-                        f"{name} must name a file or a folder, but {each} is a device or a socket",
-                        remedy="Correct the path.",
-                    )
+                if isinstance(each, str | Path):
+                    _check_name("/".join(action.option_strings) or str(action.metavar or action.dest), each)
 
     def _refuse_misspelt(self, args: Any) -> None:
         """Raise an error if the command line contains an unknown flag.

@@ -101,9 +101,11 @@ _HEAR_TERMINATION = (
     "generate",
     "lambada",
     "evaluate",
+    "preprocess",
     "convert",
     "checkpoint",
     "data",
+    "bench",
     "plan",
     "doctor",
 )

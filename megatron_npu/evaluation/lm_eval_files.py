@@ -129,8 +129,9 @@ def _caches(prefix: str | None) -> Iterator[Path]:
 def _modules() -> Iterator[Path]:
     """Yield the folder in which the package ``evaluate`` keeps metrics, which it imports, and its content."""
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = Path(os.environ.get("HF_HOME") or Path(user, "huggingface")).expanduser()
-    place = Path(os.environ.get("HF_MODULES_CACHE") or home / "modules").expanduser()
+    # as the package does; Path.expanduser would raise an error without a home directory
+    home = os.path.expanduser(os.environ.get("HF_HOME") or Path(user, "huggingface"))
+    place = Path(os.path.expanduser(os.environ.get("HF_MODULES_CACHE") or Path(home, "modules")))
     if place.parent.is_dir() and not place.parent.stat().st_mode & stat.S_ISVTX:
         yield place.parent
     if place.is_dir():

@@ -9,7 +9,6 @@ in separate processes.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -21,7 +20,6 @@ from megatron_npu.measuring import arguments, plot, ranks
 from megatron_npu.measuring.machine import Machine
 from megatron_npu.measuring.plan import Plan, plan
 from megatron_npu.measuring.report import Report, Row
-from megatron_npu.process import interruption
 
 _PACKAGES = ("torch", "torch-npu", "transformers", "megatron-core")
 
@@ -33,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         UsageError: the input is invalid; raised before anything starts.
-        KeyboardInterrupt: Ctrl-C was pressed; raised after the measured rows are printed and written.
+        KeyboardInterrupt: Ctrl-C was pressed, or another signal ends the command; raised after the measured
+            rows are printed and written.
     """
     args = arguments.parser().parse_args(list(argv))
     prepared = plan(args, Machine.here())
@@ -41,16 +40,13 @@ def main(argv: Sequence[str]) -> int:
         print(line, flush=True)
     report = Report(prepared, dict(_versions()), [Row(scheme) for scheme in prepared.suite.schemes])
     try:
-        for number in interruption.TERMINATING:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)  # ends as Ctrl-C does
         for row in report.rows:
             row.outcome = _measured(prepared, row)
             _write(report, args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print(f"\n{report.markdown()}", end="", flush=True)
         done = sum(row.outcome is not None for row in report.rows)
-        raise KeyboardInterrupt(f"; {done} of {len(report.rows)} rows were measured") from None
+        raise type(interrupt)(f"; {done} of {len(report.rows)} rows were measured") from None
     print(f"\n{report.markdown()}", end="", flush=True)
     return int(any(row.outcome is not None and row.outcome.kind == ranks.FAILED for row in report.rows))
 

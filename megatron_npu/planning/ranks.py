@@ -139,7 +139,8 @@ class Ranks:
             told |= {"limit": byte_size(ENOUGH) if memory is None else memory}  # of CUDA's allocator
             told |= {"batches": self.batches.folder(words)} if self.by_batch else {}
             told |= {"check": self.check, "imbalance": self.imbalance}
-            told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.resolve())}
+            # not its real path: a link in a folder of others is replaced, and what it leads to stays
+            told |= {"curve": self.curve, "snapshot": self.snapshot and str(self.snapshot.absolute())}
             (folder / "rank.json").write_text(json.dumps(told), encoding="utf-8")
             environment = self._environment_of(job, 0, None)  # of the host, the same for all ranks
             request = {

@@ -22,7 +22,8 @@ def folder() -> Path:
     This function corresponds to ``cpp_extension._get_build_directory``.
     """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    # without a home directory, torch too takes the name "~" in the working directory
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(chosen) if chosen else Path(cache) / "torch_extensions"
 
 

@@ -103,14 +103,12 @@ def require_own_caches() -> None:
 
 
 def _caches() -> dict[str, Path]:
-    """Return the cache folders, keyed by the variables that select them, or an empty dict without a home
-    directory.
+    """Return the cache folders, keyed by the variables that select them.
+
+    Without a home directory, both libraries take the name "~" in the working directory.
     """
-    try:
-        triton = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-        return {
-            _TRITON: Path(os.environ.get(_TRITON) or triton),
-            _EXTENSIONS: extension_locks.folder(),
-        }
-    except RuntimeError:  # Path.home(), which both would ask too
-        return {}
+    triton = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+    return {
+        _TRITON: Path(os.environ.get(_TRITON) or triton),
+        _EXTENSIONS: extension_locks.folder(),
+    }

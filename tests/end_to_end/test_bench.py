@@ -17,6 +17,7 @@ from megatron_npu.measuring.job import Job
 from megatron_npu.measuring.schemes import SUITES
 from megatron_npu.measuring.sizes import BERT, GPT, parameters
 from megatron_npu.pretrain.run import host_memory
+from megatron_npu.process import interruption
 from tests.support import tiny, warm
 from tests.support.payload import Runs
 
@@ -124,17 +125,18 @@ def test_a_row_that_fails_otherwise_says_what_failed(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_ctrl_c_leaves_what_is_measured(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, interruption.HungUpError])
+def test_an_interrupt_leaves_what_is_measured(tmp_path, monkeypatch, capsys, kind):
     outcomes = iter([ranks.Outcome(ranks.MEASURED, "", [1.0, 2.0], [1 << 20], 1000, "a processor")])
 
     def run(job, follow):
         for outcome in outcomes:
             return outcome
-        raise KeyboardInterrupt
+        raise kind
 
     monkeypatch.setattr(command.ranks, "run", run)
     path = tmp_path / "table.json"
-    with pytest.raises(KeyboardInterrupt, match="; 1 of 7 rows were measured"):
+    with pytest.raises(kind, match="; 1 of 7 rows were measured"):
         command.main(["--suite", "3d", "--devices", "2", "--json", str(path), *SIZE])
     assert "not measured" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]

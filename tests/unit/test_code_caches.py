@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from megatron_npu.base.errors import UsageError
-from megatron_npu.process import graph_cache
+from megatron_npu.evaluation import lm_eval_files
+from megatron_npu.process import extension_locks, graph_cache
 from tests.support import tiny
 
 VARIABLES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -47,6 +49,25 @@ def test_another_users_cache_in_the_home_folder_is_refused(tmp_path, name) -> No
 def test_caches_that_do_not_exist_are_not_made(tmp_path) -> None:
     graph_cache.require_own_caches()
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_home_folder_the_name_in_the_working_directory_is_checked(tmp_path, monkeypatch) -> None:
+    """For an account of which the machine knows no name, torch and Triton read the folder ``~``."""
+    monkeypatch.delenv("HOME")
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    assert extension_locks.stale() == []
+    assert list(lm_eval_files._modules()) == []
+    graph_cache.require_own_caches()
+    cache = tmp_path / "~" / ".cache" / "torch_extensions"
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(UsageError, match="Set TORCH_EXTENSIONS_DIR to a folder of your own"):
+        graph_cache.require_own_caches()
 
 
 def test_a_command_refuses_it(tmp_path, monkeypatch) -> None:

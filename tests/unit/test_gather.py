@@ -46,4 +46,4 @@ def test_a_link_does_not_make_a_private_file_a_part_of_the_checkpoint(part: Path
 
 def test_an_empty_folder_name_is_not_the_working_directory(part: Path, capfd: pytest.CaptureFixture) -> None:
     assert cli.main(["checkpoint", "gather", str(part), "--into", ""]) == 2
-    assert "--into must name a folder, but it is empty. Name the folder." in capfd.readouterr().err
+    assert "--into must not be empty. Pass a value." in capfd.readouterr().err

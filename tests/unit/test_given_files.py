@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from megatron_npu.base import given_files
 from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
+from megatron_npu.commands import cli
 from tests.support import tiny
 
 
@@ -49,6 +51,47 @@ def test_a_flag_that_names_a_device_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"--file must name a file or a folder, but {name} is a device"):
             parser.parse_args(["--file", str(tmp_path), name])
     assert parser.parse_args(["--file", "/dev/null", "/dev/stdin", "--prompt", "/dev/zero"]).prompt
+
+
+_GPT = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --mock-data"
+)
+
+
+def test_an_empty_value_is_refused() -> None:
+    """As of a shell variable that is not set: Path would make it the working directory."""
+    parser = Parser("megatron-npu x")
+    parser.add_argument("--save", default=None)
+    parser.add_argument("--name", default="")
+    parser.add_argument("--prompt", metavar="TEXT")
+    parser.add_argument("inputs", nargs="*")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    for words, flag in ((["--save", ""], "--save"), (["a", ""], "inputs")):
+        with pytest.raises(UsageError, match=f"^{flag} must not be empty. Pass a value. If"):
+            parser.parse_args(words)
+    assert parser.parse_args(["--name", "", "--prompt", "", "a"]).inputs == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (f"pretrain {_GPT} --save", "--save"),
+        (f"pretrain {_GPT} --load", "--load"),
+        ("preprocess --input x --output-prefix", "--output-prefix"),
+        ("data merge x --output-prefix", "--output-prefix"),
+        ("train --user-script x --save", "--save"),
+        ("checkpoint verify", "DIR"),
+        ("generate --load", "--load"),
+    ],
+)
+def test_a_command_refuses_an_empty_name(
+    argv: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*argv.split(), ""]) == 2
+    assert f"error: {flag} must not be empty. Pass a value." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

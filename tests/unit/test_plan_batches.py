@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,22 @@ def test_the_driver_reads_on_all_ranks() -> None:
     job = Job.of(16, ["pretrain", *LAYOUT.split()])
     assert job.representatives() == {0: (0, 8), 8: (1, 8)}
     assert job.sender(3) == 3
+
+
+def test_a_link_at_the_snapshot_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another account's, and lead to a file of the user."""
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("precious")
+    told: list[str] = []
+
+    def run(device: str, start: object, environment: object, request: dict[str, str], limit: float) -> Any:
+        told.append(json.loads(Path(request["specification"]).read_text(encoding="utf-8"))["snapshot"])
+        return 1, ""
+
+    hosts: Any = SimpleNamespace(run=run)
+    job = Job.of(1, ["pretrain"])
+    Ranks("cuda", {}, curve=True, snapshot=Path("link"), hosts=hosts)._run(job, 0, None)
+    assert told == [str(tmp_path / "link")]
 
 
 def test_who_sends_runs_before_who_receives_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from megatron_npu.data.preprocessing.encoder import Recipe, Result, encode_all
 from megatron_npu.data.preprocessing.sentences import Sentences
 from megatron_npu.data.tokenization import flags, gigatoken_bpe
 from megatron_npu.data.tokenization import unknown as unknown_tokens
-from megatron_npu.process import interruption
 
 _VERIFY = "--verify"
 
@@ -158,20 +157,17 @@ def _add_work(add: flags.Add) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command, and return its exit code.
 
-    The code is 130 after an interrupt, when no file is written.
-
     Raises:
         UsageError: an input, a tokenizer file or the output path is invalid.
+        KeyboardInterrupt: Ctrl-C was pressed, or another signal ends the command; no file is written.
     """
     if argv[:1] == [_VERIFY]:
         return _verify(argv)
     arguments = parser().parse_args(argv)
     try:
-        with interruption.termination_heard():
-            preprocess(arguments)
-    except KeyboardInterrupt:
-        print("megatron-npu preprocess: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        preprocess(arguments)
+    except KeyboardInterrupt as interrupt:
+        raise type(interrupt)("; nothing was written") from None
     return 0
 
 

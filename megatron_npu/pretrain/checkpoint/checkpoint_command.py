@@ -39,8 +39,6 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parser().parse_args(argv)
     if args.action == "gather":
-        if not args.into:  # as of an unset variable; Path would make it the working directory
-            raise UsageError("--into must name a folder, but it is empty", remedy="Name the folder.")
         return _gather(args.directories, Path(args.into), args.ckpt_step)
     if not Path(args.directory).is_dir():
         raise UsageError(

@@ -191,6 +191,8 @@ def _harmed(room: Room, words: list[str], results: Path, number: signal.Signals,
     room.sweep()
     verdict = trials.verdict_on(Ended(1, "", told, is_hung, bool(left)), EITHER, room.marked())
     made = [str(path) for path in results.rglob("*")] if results.exists() else []
+    if number == signal.SIGKILL and verdict == "unnamed":  # which lets nobody say anything
+        verdict = "refused"
     if code and made:
         verdict = "silent"
     what = f"{number.name} after {seconds:.0f} s of computing"

@@ -187,5 +187,5 @@ LIMITS: dict[str, tuple[str, Limit, tuple[int, ...]]] = {
     "ulimit -f 2K": ("convert", _limit(resource.RLIMIT_FSIZE, 2000), ()),
     "ulimit -u 1": ("generate", _limit(resource.RLIMIT_NPROC, 1), ()),
     "ulimit -u 1, workers": ("preprocess", _limit(resource.RLIMIT_NPROC, 1), ()),
-    "ulimit -s 64K": ("generate", _limit(resource.RLIMIT_STACK, 64 << 10), ()),
+    "ulimit -s 128K": ("generate", _limit(resource.RLIMIT_STACK, 128 << 10), ()),  # Python needs 128
 }

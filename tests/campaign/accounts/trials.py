@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from tests.campaign.accounts.rooms import Room
 REFUSED, DONE, EITHER = "refused", "done", "either"
 FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
 _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
+_COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
 
@@ -118,7 +120,9 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
 
 
 def _warns(text: str) -> bool:
-    return any(word in text.lower() for word in ("warning", "skipped", "error"))
+    """Return whether something is said; a training counts skipped iterations and patches in every log."""
+    rest = _COUNTS.sub("", text.lower())
+    return any(word in rest for word in ("warning", "skipped", "error"))
 
 
 def _names(told: str) -> bool:

@@ -387,7 +387,7 @@ def _members(group: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_stopped_half_way(
     tmp_path: Path, tiny: Vocabulary, corpus_file: Write, number: signal.Signals, code: int
@@ -407,6 +407,8 @@ def test_stopped_half_way(
     assert b"Traceback" not in errors
     assert not list(tmp_path.glob("out*.bin")) + list(tmp_path.glob("out*.idx"))
     if number != signal.SIGKILL:
+        how = "interrupted" if number == signal.SIGINT else "terminated"
+        assert errors.splitlines()[-1].decode() == f"megatron-npu preprocess: {how}; nothing was written"
         assert not list(tmp_path.glob("out*"))
     wait_until(lambda: not _members(process.pid))
     indexed_dataset.Writer(str(tmp_path / "out_text_document"), np.dtype(np.uint16)).__exit__(
