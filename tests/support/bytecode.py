@@ -20,6 +20,14 @@ def elsewhere() -> dict[str, str]:
     return {} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def kept() -> dict[str, str]:
+    """Return the variable for a process with an environment of its own: its bytecode is this process's, too.
+
+    Versions of Python share a folder: the names of the files in it differ.
+    """
+    return {_PREFIX: str(sys.pycache_prefix)} if sys.pycache_prefix else {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def keep(folder: Path) -> None:
     """Make this process and its children store all bytecode in ``folder``, unless another folder is set.
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_npu.process import python_child
 from tests.conftest import ROOT, wait_until
-from tests.support import processes, tiny
+from tests.support import processes, tiny, warm
 
 SHADOWED = ("colorsys", "json", "logging", "socket", "torch")
 SAYS = "import json, sys; print(json.__file__); print(__name__, sys.argv[1:]); print(sys.path)\n"
@@ -101,7 +101,7 @@ def test_the_ranks_of_train(hostile, tmp_path):
     script.parent.mkdir()
     (script.parent / "beside.py").write_text("")
     script.write_text("import beside\nprint('read')\n")
-    done = command("train", "--user-script", str(script), "--nproc-per-node", "2", at=hostile)
+    done = command("train", "--user-script", str(script), "--nproc-per-node", "2", at=hostile, forked=True)
     assert_nothing_ran(hostile)
     assert "read" in done.stdout, done.stderr
     assert "did not train anything" in done.stderr or "did not create a RapidformerEngine" in done.stderr
@@ -140,17 +140,23 @@ def test_a_process_whose_starter_has_ended_does_not_start() -> None:
 
 def test_bench(hostile):
     line = "bench --suite mixed-precision --model 2x32x4 --seq-length 16 --vocab-size 256 --devices 1"
-    done = command(*line.split(), "--steps", "1", "--repeat", "1", at=hostile)
+    done = command(*line.split(), "--steps", "1", "--repeat", "1", at=hostile, forked=True)
     assert_nothing_ran(hostile)
     assert done.returncode == 0, done.stderr
 
 
-def command(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``megatron-npu`` as its entry point does in a folder."""
+def command(*arguments: str, at: Path, forked: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run ``megatron-npu`` as its entry point does in a folder.
+
+    Where it is ``forked``, a warm parent has imported torch for it; its children start from nothing.
+    """
     start = Path(at.parent, "megatron-npu")
     start.write_text("import sys\nfrom megatron_npu.commands.cli import main\nsys.exit(main())\n")
-    line = [sys.executable, str(start), *arguments]
-    return processes.run(line, cwd=at, env=tiny.environment(), capture_output=True, text=True)
+    line, env = [sys.executable, str(start), *arguments], tiny.environment()
+    if forked:
+        line, env = warm.ready(line, env)
+        env.pop("PYTHON_EXEC", None)
+    return processes.run(line, cwd=at, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the case: other kernels do not end children")

@@ -16,7 +16,7 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
 from megatron_npu.upstream import megatrons
 from tests.conftest import ROOT
-from tests.support import processes
+from tests.support import bytecode, processes, warm
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import every_python
@@ -58,7 +58,7 @@ def interpreter(minor: int) -> str:
 def bare(request: pytest.FixtureRequest, tmp_path: Path):
     """A function that runs an interpreter which finds this project and packaging, and no other package."""
     (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
-    environment = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"PATH": os.defpath, "PYTHONPATH": f"{ROOT}:{tmp_path}", **bytecode.kept()}
     python = interpreter(request.param)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,7 +111,7 @@ def reports(megatron: Path) -> dict[str, Any]:
 
 def _with_torch(line: str) -> str:
     command = [sys.executable, "-m", "megatron_npu", *line.split()]
-    return processes.run(command, capture_output=True, text=True, check=True).stdout
+    return warm.run(command, env=os.environ, capture_output=True, text=True, check=True).stdout
 
 
 def test_static_commands(bare, reports: dict[str, Any]) -> None:

@@ -44,8 +44,9 @@ class Ending:
         self._kept[self._held.__name__] = self._held  # so that it ends after the fork's own modules
 
     def leave(self) -> None:
-        """End in the same way as any interpreter."""
+        """Leave the end of this process to another one, of the parent that it becomes."""
         atexit.unregister(self._keep_the_libraries)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     @contextlib.contextmanager
     def status_known(self) -> Iterator[None]:

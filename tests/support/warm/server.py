@@ -69,6 +69,9 @@ def main() -> None:
     parent = Parent(server, Path(address).parent, os.pidfd_open(int(owner)))
     print("ready", os.getpid(), flush=True)
     ending.know_modules()
+    # what this has made since: each collection in a fork would look at its tables of all modules
+    gc.collect()
+    gc.freeze()
     request = parent.serve()
     if request["argv"][0] == __file__:  # a parent with further imports
         os.setsid()
