@@ -40,9 +40,9 @@ def spelled(checkout, tmp_path_factory) -> tuple[Path, list[str]]:
             writer.add(tokens.tobytes(), np.array([len(tokens)], np.int32), np.array([1], np.int64))
         writer.finish()
         indexed_dataset.publish([writer])
-    training = "--num-layers 2 --train-iters 50 --lr 1e-2 --lr-decay-iters 50 --eval-iters 0"
+    training = "--train-iters 120 --lr 3e-3 --lr-decay-iters 120 --eval-iters 0"
     flags = [*stock_lm.flags(folder), *f"{training} {stock_lm.TOOL_MULTIPLE}".split()]
-    saving = ["--save", str(folder / "saved"), "--save-interval", "50"]
+    saving = ["--save", str(folder / "saved"), "--save-interval", "120"]
     stock_lm.succeeded(stock_lm.run(checkout / "pretrain_gpt.py", [*flags, *saving]))
     return folder, flags
 
