@@ -82,6 +82,7 @@ def _parameter(name: str, kind: Any, default: ast.expr | None) -> Parameter:
     return Parameter(name, kind, default=Parameter.empty if default is None else ast.unparse(default))
 
 
+@functools.cache
 def declared(text: str) -> list[tuple[str, Signature]]:
     """Return the functions of a pinned signature: marks such as ``@staticmethod``, and what they take."""
     found = []
@@ -230,13 +231,23 @@ def our_methods(patch: Patch) -> dict[str, Signature]:
 
 
 source = functools.lru_cache(maxsize=64)(Source)
+binding: dict[tuple[str, str], list[ast.stmt]] = {}  # (a file's hash, a name): what binds the name
+
+
+def statements(module: str, file: Path, qualname: str) -> list[ast.stmt]:
+    """Return what binds a name in a file. Equal files, of a wheel and its tag's tree, are parsed once."""
+    found = source(module, file)
+    key = found.digest, qualname
+    if key not in binding:
+        binding[key] = found.locate(qualname)
+    return binding[key]
 
 
 def located(tree: Path, module: str, qualname: str, hops: int = 3) -> ast.stmt | None:
     """Return the class or function that a name of ``tree`` stands for, found through its imports."""
     base = tree / module.replace(".", "/")
     file = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
-    nodes = source(module, file).locate(qualname) if file else []
+    nodes = statements(module, file, qualname) if file else []
     if not nodes or not isinstance(nodes[0], ast.ImportFrom):
         return nodes[0] if nodes else None
     node = nodes[0]

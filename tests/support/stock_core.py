@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -39,6 +40,12 @@ SENTENCES = [
 ]
 
 Run = subprocess.CompletedProcess[str]
+
+
+@functools.cache
+def as_found(tree: Path) -> str:
+    """Return what ``git_status`` says before the first script of this process: no script may change it."""
+    return git_status(tree)
 
 
 def git_status(tree: Path) -> str:
@@ -89,7 +96,7 @@ def run_script(
     **variables: str,
 ) -> Run:
     """Run ``script``, a path in ``tree``, in ``folder``, and check that the tree is unchanged."""
-    before = git_status(tree)
+    before = as_found(tree)
     command = tiny.command("run", str(tree / script), *arguments, processes=processes)
     variables = {"MEGATRON_LM_PATH": str(tree), **variables}
     if device == "npu":
