@@ -97,6 +97,7 @@ def add_wandb(add: Add) -> None:
     add(
         "--wandb-project",
         metavar="NAME",
+        default="",  # as in Megatron's scripts, whose users pass '' for no logging
         help="Weights & Biases project to log to (default: no logging to Weights & Biases)",
     )
     add(
