@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,16 +47,15 @@ def name_layers_globally(
     "data-parallel ranks: the gradient norm is too large by the square root of the number of ranks, and "
     "gradients are clipped too much",
 )
-def sum_shards_once(
-    original: Callable[..., Any], *args: Any, model_parallel_group: Any = None, **options: Any
-) -> Any:
+def sum_shards_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sum the statistics of sharded gradients over the model-parallel ranks only.
 
     ``get_grad_norm_fp32`` and ``count_zeros_fp32`` have then summed them over the ranks of the shards.
     """
-    optimizer = original(*args, model_parallel_group=model_parallel_group, **options)
+    optimizer = original(*args, **kwargs)
     if type(optimizer).__name__ == "FullyShardedOptimizer":
-        optimizer.grad_stats_parallel_group = model_parallel_group
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        optimizer.grad_stats_parallel_group = given["model_parallel_group"]
     return optimizer
 
 
