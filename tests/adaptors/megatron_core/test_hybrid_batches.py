@@ -25,8 +25,15 @@ RANKS = "ranks of sub-samples: [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 4, 4]"
 
 def run(version: str, ranks: int, *flags: str):
     """Return what the stock script of a version has done."""
-    env = tiny.environment() | {"MEGATRON_LM_PATH": str(checkout("megatron_core", version))}
-    done = tiny.run_python([sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags], env)
+    tree = checkout("megatron_core", version)
+    done = warm.run(
+        [sys.executable, *tiny.torchrun(ranks), str(WORKER), *flags],
+        env=tiny.environment() | {"MEGATRON_LM_PATH": str(tree)},
+        modules=warm.STOCK,
+        tree=tree,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
