@@ -8,13 +8,13 @@
 #   make fuzz            the property-based tests with other examples in each of ROUNDS rounds (default: 1)
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
-# WORKERS: processes that run tests side by side; tests wait for their own processes a fifth of the time
+# WORKERS: processes that run tests side by side; on two cores three, as tests wait for others
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 PIECES ?=
 ROUNDS ?= 1
