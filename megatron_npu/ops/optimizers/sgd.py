@@ -96,9 +96,8 @@ class FusedSGD(FusedOptimizer):
             decay_after=self.wd_after_momentum,
             first=first_step,
         )
-        rows = [self._row(parameter, group["momentum"]) for parameter in parameters]
         update_fused(
-            [row for row in rows if row[0].numel()],  # a rank may hold none of a weight
+            [self._row(parameter, group["momentum"]) for parameter in parameters],
             lambda targets, grads, buffers=(): _sgd(targets, grads, list(buffers), step),
         )
 

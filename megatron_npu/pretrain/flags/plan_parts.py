@@ -49,8 +49,8 @@ class WandbFlags(Part):
     """
 
     wandb_project: str
-    wandb_exp_name: str | None
-    wandb_entity: str | None
+    wandb_exp_name: str
+    wandb_entity: str
     place: str
     config: Namespace
 

@@ -47,7 +47,7 @@ class WandbRun:
         try:
             self._run: Any = wandb.init(
                 project=flags.wandb_project,
-                name=flags.wandb_exp_name,
+                name=flags.wandb_exp_name or None,
                 dir=str(place),
                 config=plain_arguments(vars(flags.config)),
                 **further,

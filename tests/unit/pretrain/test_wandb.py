@@ -166,7 +166,8 @@ def test_where_it_is_absent_one_line_says_so(monkeypatch, flags):
 
 def test_nothing_of_it_is_imported_unasked(train, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import is an error
-    unset = ("--wandb-project", "")  # of a script's unset variable: Megatron's own scripts log nothing, too
+    # of a script's unset variables: Megatron's own scripts log nothing, too
+    unset = ("--wandb-project", "", "--wandb-exp-name", "", "--wandb-save-dir", "", "--wandb-entity", "")
     assert train("--no-plot", "--train-iters", 1, "--eval-iters", 0, *unset).iterations == 1
 
 
