@@ -8,7 +8,7 @@
 #   make fuzz            the property-based tests with other examples in each of ROUNDS rounds (default: 1)
 #   make sanitize        the tests of the compiled kernels, with AddressSanitizer and UndefinedBehaviorSanitizer
 #   make test            set up and run the whole suite; clones the Megatron trees that it runs, if it can
-# WORKERS: processes that run tests side by side; on two cores three, as tests wait for others
+# WORKERS: processes that run tests side by side; three keep two cores busy, because tests wait for their own processes
 # VENV: the virtual environment; PYTHON: what makes it; TORCH: installed only if PYTHON has no torch.
 
 VENV ?= .venv

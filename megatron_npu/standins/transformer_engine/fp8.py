@@ -46,17 +46,17 @@ def check_fp8_support() -> tuple[bool, str]:
 
 
 def check_mxfp8_support() -> tuple[bool, str]:
-    """Return False, and the reason why fp8 with a scale for each 32 values is not supported."""
+    """Return False, and the reason why mxfp8, with one scale for 32 values, is not supported."""
     return _unsupported("mxfp8")
 
 
 def check_fp8_block_scaling_support() -> tuple[bool, str]:
-    """Return False, and the reason why fp8 with a scale for each block is not supported."""
-    return _unsupported("fp8 with scales of blocks")
+    """Return False, and the reason why block-scaled fp8 is not supported."""
+    return _unsupported("block-scaled fp8")
 
 
 def check_nvfp4_support() -> tuple[bool, str]:
-    """Return False, and the reason why fp4 is not supported."""
+    """Return False, and the reason why nvfp4 is not supported."""
     return _unsupported("nvfp4")
 
 

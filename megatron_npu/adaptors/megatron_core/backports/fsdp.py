@@ -50,7 +50,8 @@ def name_layers_globally(
 def sum_shards_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Sum the statistics of sharded gradients over the model-parallel ranks only.
 
-    ``get_grad_norm_fp32`` and ``count_zeros_fp32`` have then summed them over the ranks of the shards.
+    By then, ``get_grad_norm_fp32`` and ``count_zeros_fp32`` have already summed them over the ranks that
+    hold shards.
     """
     optimizer = original(*args, **kwargs)
     if type(optimizer).__name__ == "FullyShardedOptimizer":
