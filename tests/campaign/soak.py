@@ -372,13 +372,18 @@ def _windows(window: float, last: float) -> Any:
 
 
 def _step(samples: list[Sample]) -> float:
-    """Return the processor time of an iteration in milliseconds, between samples of one process."""
-    found = []
-    for before, after in itertools.pairwise(samples):
-        steps = after["iteration"] - before["iteration"]
-        if before["pid"] == after["pid"] and steps > 0:
-            found.append(1000 * (after["cpu"] - before["cpu"]) / steps)
-    return statistics.median(found) if found else float("nan")
+    """Return the processor time of an iteration in milliseconds: all that was used, for all iterations.
+
+    Iterations are logged by tens, so each process counts from its first new log to its last one.
+    """
+    used = steps = 0.0
+    for _, group in itertools.groupby(samples, key=lambda sample: sample["pid"]):
+        own = list(group)
+        logged = [now for before, now in itertools.pairwise(own) if now["iteration"] > before["iteration"]]
+        if len(logged) > 1:
+            used += logged[-1]["cpu"] - logged[0]["cpu"]
+            steps += logged[-1]["iteration"] - logged[0]["iteration"]
+    return 1000 * used / steps if steps else float("nan")
 
 
 def main() -> int:
