@@ -288,7 +288,9 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2
-    return (str(error), 1) if isinstance(error, OSError) and errors.is_of_files(error) else None
+    if isinstance(error, OSError) and errors.is_of_files(error):
+        return errors.told_of_files(error), 1
+    return None
 
 
 def _say(text: str, code: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.base import files
+from megatron_npu.base import errors, files
 from megatron_npu.commands import cli, inherited
 from megatron_npu.commands.cli import main
 from tests.support import processes
@@ -70,11 +70,11 @@ def test_an_output_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None
     (tmp_path / "taken").write_text("")
     with pytest.raises(OSError) as raised:  # noqa: PT011
         (tmp_path / name).mkdir(exist_ok=True)
-    assert cli._ended_by(raised.value, "checkpoint") == (str(raised.value), 1)
+    assert cli._ended_by(raised.value, "checkpoint") == (errors.told_of_files(raised.value), 1)
 
 
 def test_an_empty_output_is_an_error_of_files() -> None:
     """As of ``plan --json ''``."""
     with pytest.raises(IsADirectoryError) as raised, files.writing(Path("")):
         pass
-    assert cli._ended_by(raised.value, "plan") == (str(raised.value), 1)
+    assert cli._ended_by(raised.value, "plan") == (f"{raised.value}. Pass the path of a file.", 1)
