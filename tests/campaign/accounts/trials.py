@@ -20,6 +20,8 @@ REFUSED, DONE, EITHER = "refused", "done", "either"
 FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
 _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
 _COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
+# a report may show a stack without its first line; that of SIGUSR1 has no comma behind the file
+_STACK = re.compile(r"Traceback \(most recent|^\s*File \".+\", line \d+, in ", re.MULTILINE)
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
 # how the description of a signal ends when its trial has been made
@@ -132,7 +134,7 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
     faults = {
         "executed": bool(marks),
         "hung": end.is_hung,
-        "traceback": "Traceback (most recent" in end.said + end.told,
+        "traceback": bool(_STACK.search(end.said + end.told)),
         "orphan": end.has_left,
         "crash": end.code is None or end.code < 0,
         "control": any(each in end.said + end.told for each in _CONTROL),
