@@ -279,7 +279,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None if traced else (str(error), 2)
     if command == "run":  # a script keeps its traceback
         return None
-    if warned := inherited.warning_of(error):
+    if warned := inherited.cause_of(error):
         return str(warned), 2
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
