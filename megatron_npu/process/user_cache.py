@@ -208,6 +208,19 @@ def require_executable(path: Path, folder: int, remedy: str) -> None:
         )
 
 
+def require_descriptors() -> None:
+    """Check that this process can load libraries by their descriptors.
+
+    Raises:
+        UsageError: /proc is not mounted.
+    """
+    if not os.path.isdir(_DESCRIPTORS):
+        raise UsageError(
+            f"{_DESCRIPTORS} does not exist, but libraries are loaded by their descriptors in it",
+            remedy=errors.MOUNT_PROC,
+        )
+
+
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     """Load a library from an open descriptor, which remains open.
 
@@ -218,16 +231,11 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
         OSError: the library cannot be loaded; the descriptor is closed.
         UsageError: /proc, by which it is loaded, is not mounted; the descriptor is closed.
     """
-    if not os.path.isdir(_DESCRIPTORS):
-        os.close(descriptor)
-        raise UsageError(
-            f"{_DESCRIPTORS} does not exist, but libraries are loaded by their descriptors in it",
-            remedy=errors.MOUNT_PROC,
-        )
     name = f"{_DESCRIPTORS}/{'./' * next(_LOADED)}{descriptor}"
     try:
+        require_descriptors()
         library = ctypes.CDLL(name, mode=mode)
-    except OSError:
+    except (OSError, UsageError):
         os.close(descriptor)
         raise
     note_use(descriptor)

@@ -36,6 +36,14 @@ def test_a_cache_that_is_mounted_noexec_is_told_in_one_line(tmp_path: Path, monk
         library.built()
 
 
+def test_a_hidden_proc_is_told_in_one_line_before_there_are_ranks(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "_DESCRIPTORS", str(tmp_path / "hidden"))
+    monkeypatch.setattr(library, "_build", lambda folder: pytest.fail("it has been compiled"))
+    with pytest.raises(UsageError, match=r"the simulator's cache: .*hidden does not exist, .*Mount /proc"):
+        library.built()
+
+
 def test_the_library_of_fake_cuda_is_one_that_only_this_user_can_write(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(library, "_build", lambda folder: (folder / "hooks.so").write_bytes(b"no library"))

@@ -29,6 +29,7 @@ SAID = "megatron-npu x: error: y"
         (Ended(1, "", TRACEBACK + SAID), REFUSED, [], "traceback"),
         (Ended(2, "", f'{SAID}\n  File "x", line 3, in load\n    y()'), REFUSED, [], "traceback"),
         (Ended(-11, "", SAID), EITHER, [], "crash"),
+        (Ended(139, "", SAID), EITHER, [], "crash"),
         (Ended(1, "", "what?"), REFUSED, [], "unnamed"),
         (Ended(2, "", SAID), DONE, [], "denied"),
         (Ended(0, "fine", ""), REFUSED, [], "silent"),

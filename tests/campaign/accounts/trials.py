@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +23,10 @@ _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
 _COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
 # a report may show a stack without its first line; that of SIGUSR1 has no comma behind the file
 _STACK = re.compile(r"Traceback \(most recent|^\s*File \".+\", line \d+, in ", re.MULTILINE)
+# of a launcher whose rank has crashed
+_CRASHES = [
+    128 + each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+]
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
 # how the description of a signal ends when its trial has been made
@@ -136,7 +141,7 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
         "hung": end.is_hung,
         "traceback": bool(_STACK.search(end.said + end.told)),
         "orphan": end.has_left,
-        "crash": end.code is None or end.code < 0,
+        "crash": end.code is None or end.code < 0 or end.code in _CRASHES,
         "control": any(each in end.said + end.told for each in _CONTROL),
         "silent": end.code == 0 and expected == REFUSED and not _warns(end.said + end.told),
         "denied": end.code != 0 and expected == DONE,
