@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import os
 import pickle
 from datetime import timedelta
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.launcher import api
 
+from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.model import sharding
 from megatron_npu.finetune.run import launch
 from tests.support.payload import Runs
 
@@ -47,6 +51,17 @@ def test_a_pickle_in_the_store_is_not_executed(monkeypatch, tmp_path) -> None:
     finally:
         assert not mark.exists()
     assert sizes == [1]
+
+
+def test_a_log_level_with_which_torch_crashes_is_refused(monkeypatch) -> None:
+    """Found by the campaign: torch 2.13 ends with SIGSEGV where DDP is built, also without this package."""
+    if "forward_sync_buffers" not in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
+        pytest.skip("an older torch, of which this is not known")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    with pytest.raises(UsageError, match=r"DETAIL and gloo, .* crashes\. Set it to INFO, or unset it\."):
+        sharding.data_parallel(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
