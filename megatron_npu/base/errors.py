@@ -6,25 +6,28 @@ import errno
 import unicodedata
 from collections.abc import Iterable
 
-# What a file system says no with: a reason that a user can act on, whose place in the code tells nothing.
-_OF_FILES = (
-    errno.EACCES,
-    errno.EBUSY,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ESTALE,
-)
+# What a file system says no with, and what a user can do; its place in the code tells nothing.
+_OTHER_PATH = "Give this account access to it, or use another path."
+MOUNT_PROC = "Mount /proc (mount -t proc proc /proc)."
+_FULL = "Free space there, or use another disk."
+_OF_FILES = {
+    errno.EACCES: _OTHER_PATH,
+    errno.EBUSY: "End the program that uses it, or use another path.",
+    errno.EDQUOT: _FULL,
+    errno.EEXIST: "Move it away, or use another path.",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f), or use another disk.",
+    errno.EIO: "Check the disk (dmesg), or use another one.",
+    errno.EISDIR: "Pass the path of a file.",
+    errno.ELOOP: "Replace the links that name each other.",
+    errno.ENAMETOOLONG: "Use a shorter path: at most 255 bytes for each name, and 4,095 in all.",
+    errno.ENOENT: "Check the path.",
+    errno.ENOSPC: _FULL,
+    errno.ENOTDIR: "Use a path whose parents are folders.",
+    errno.ENOTEMPTY: "Move its content away, or use another path.",
+    errno.EPERM: _OTHER_PATH,
+    errno.EROFS: "Use a path on a disk that is not read-only.",
+    errno.ESTALE: "Mount the file system again, or use another path.",
+}
 
 
 # What a system says no with that starts no process or thread more: of fork, of C++, and of Python's threads.
@@ -64,6 +67,16 @@ def is_of_memory(error: BaseException) -> bool:
 def is_of_files(error: OSError) -> bool:
     """Return True if an error comes from the file system, such as a full disk or missing permissions."""
     return error.errno in _OF_FILES
+
+
+def told_of_files(error: OSError) -> str:
+    """Return the line about an error for which ``is_of_files`` is True, with a remedy."""
+    remedy = _OF_FILES[error.errno or 0]
+    if str(error.filename).startswith("/proc/"):
+        remedy = MOUNT_PROC
+    elif "No usable temporary directory" in str(error):  # of tempfile, without a name
+        remedy = "Set TMPDIR to a folder that this account can write to."
+    return f"{printable(str(error))}. {remedy}"
 
 
 def either(names: Iterable[object]) -> str:

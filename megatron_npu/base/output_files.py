@@ -20,11 +20,18 @@ def require_writable(*outputs: str | Path | None) -> None:
         if file is not None and (reason := _refusal(Path(file))):
             raise UsageError(
                 f"{file} cannot be written: {reason}",
-                remedy="Pass the path of a file in an existing folder.",
+                remedy="Pass the path of a file in an existing folder, with a name of at most 200 bytes.",
             )
 
 
 def _refusal(file: Path) -> str:
+    try:
+        return _reason(file)
+    except OSError as error:  # of a name that no file system takes, among others
+        return error.strerror or "no reason given"
+
+
+def _reason(file: Path) -> str:
     folder = file.absolute().parent
     if not file.name or file.is_dir():
         return "it is a folder"
@@ -33,9 +40,6 @@ def _refusal(file: Path) -> str:
     if reason := files.refusal(folder):
         return f"the folder {folder} is not writable ({reason})"
     temporary = files.partial_file(file)
-    try:
-        files.created(temporary).close()
-        temporary.unlink()
-    except OSError as error:
-        return error.strerror or "no reason given"
+    files.created(temporary).close()
+    temporary.unlink()
     return ""

@@ -279,7 +279,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None if traced else (str(error), 2)
     if command == "run":  # a script keeps its traceback
         return None
-    if warned := inherited.warning_of(error):
+    if warned := inherited.cause_of(error):
         return str(warned), 2
     if errors.is_of_memory(error):
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0] or 'no details'}"
@@ -288,7 +288,9 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2
-    return (str(error), 1) if isinstance(error, OSError) and errors.is_of_files(error) else None
+    if isinstance(error, OSError) and errors.is_of_files(error):
+        return errors.told_of_files(error), 1
+    return None
 
 
 def _say(text: str, code: int) -> int:

@@ -26,8 +26,16 @@ def settle() -> None:
         ) from error
 
 
-def warning_of(error: Exception) -> UsageError | None:
-    """Return the message for a warning that was raised as an error; None for any other error."""
+def cause_of(error: Exception) -> UsageError | None:
+    """Return the message for an error that an inherited variable causes: a warning that was raised as an
+    error, or a log that torch does not have; None for any other error.
+    """
+    if isinstance(error, ValueError) and "Invalid log settings" in str(error):
+        return UsageError(
+            f"torch does not accept TORCH_LOGS={os.environ.get('TORCH_LOGS', '')}",
+            "names of its logs, separated by commas",
+            "Correct or unset TORCH_LOGS (TORCH_LOGS=help lists the names).",
+        )
     if not isinstance(error, Warning):
         return None
     return UsageError(

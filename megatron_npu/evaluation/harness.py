@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
             "lm-eval 0.4.13 or later is required, but it is not installed. Install it: pip install lm-eval"
         )
     asked = lm_eval_files.given(argv)
+    lm_eval_files.require_requests_folder(asked)
     lm_eval_files.require_own_code(asked)
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:

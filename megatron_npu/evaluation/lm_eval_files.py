@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import importlib.util
 import json
 import os
 import stat
@@ -30,13 +31,15 @@ def given(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("lm_eval", add_help=False, exit_on_error=False)
     parser.add_argument("--output_path", "-o", type=Path)
     parser.add_argument("--use_cache", "-c")
+    parser.add_argument("--cache_requests", nargs="?", const="true")
     parser.add_argument("--config", "-C")
     parser.add_argument("--include_path")
     parser.add_argument("--tasks", "-t", nargs="+", default=[])
     try:
         found = parser.parse_known_args(argv)[0]
     except argparse.ArgumentError:  # lm-eval says what is wrong with it
-        return argparse.Namespace(output_path=None, use_cache=None, config=None, include_path=None, tasks=[])
+        absent = ("output_path", "use_cache", "cache_requests", "config", "include_path")
+        return argparse.Namespace(**dict.fromkeys(absent), tasks=[])
     for name, value in _in_run_file(found.config).items():
         if not getattr(found, name, True):
             setattr(found, name, Path(str(value)) if name == "output_path" else value)
@@ -54,6 +57,9 @@ def _in_run_file(path: str | None) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     found = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
+    requests = found.get("cache_requests")  # lm-eval reads it as its own parser has left it
+    if isinstance(requests, dict) and requests.get("cache_requests"):
+        found["cache_requests"] = "true"
     return {name: value for name, value in found.items() if isinstance(value, str | list)}
 
 
@@ -63,12 +69,43 @@ def require_own_code(asked: argparse.Namespace) -> None:
     Raises:
         UsageError: another user can write to it or owns it.
     """
-    for path in _caches(asked.use_cache):
+    for path in _caches(asked):
         _require_own(path, "cache", f"another --use_cache or {_CACHE_VARIABLE}")
     if asked.config is not None:
         _require_own(Path(asked.config), "run file", "a copy of it")
     for path in _tasks(asked):
         _require_own(path, "task file", "a copy of it")
+
+
+def require_requests_folder(asked: argparse.Namespace) -> None:
+    """Check the folder of --cache_requests, to which each rank writes before it evaluates.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    if not _caches_requests(asked):
+        return
+    place = _requests_folder()
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if reason := files.refusal(there):
+        raise UsageError(
+            f"--cache_requests requires a folder with write permission, but {there} cannot be written "
+            f"({reason})",
+            remedy=f"Set {_CACHE_VARIABLE} to a folder of your own, or leave out --cache_requests.",
+        )
+
+
+def _caches_requests(asked: argparse.Namespace) -> bool:
+    return asked.cache_requests in ("true", "refresh")
+
+
+def _requests_folder() -> Path:
+    """Return the folder in which lm-eval caches the requests of tasks, by default in its package."""
+    if place := os.environ.get(_CACHE_VARIABLE):
+        return Path(place).absolute()
+    package = importlib.util.find_spec("lm_eval")
+    folders = list(package.submodule_search_locations or ()) if package else []
+    return Path(*folders[:1], "caching", ".cache").resolve()
 
 
 def require_place(asked: argparse.Namespace) -> None:
@@ -116,14 +153,15 @@ def _folder(output_path: Path) -> Path:
     return output_path.parent if output_path.suffix == ".json" else output_path
 
 
-def _caches(prefix: str | None) -> Iterator[Path]:
+def _caches(asked: argparse.Namespace) -> Iterator[Path]:
     """Yield the caches that a run would read: one database per process, and the cached requests of tasks."""
-    if prefix is not None:
-        path = Path(prefix)
+    if asked.use_cache is not None:
+        path = Path(asked.use_cache)
         yield from path.parent.glob(f"{path.name}_rank*.db")
-    if place := os.environ.get(_CACHE_VARIABLE):
-        yield Path(place)
-        yield from Path(place).glob("*.pickle")
+    if os.environ.get(_CACHE_VARIABLE) or _caches_requests(asked):
+        place = _requests_folder()
+        yield place
+        yield from place.glob("*.pickle")
 
 
 def _modules() -> Iterator[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -307,12 +308,15 @@ def need_compiler(device: str, word: str = GRAPH) -> None:
         word: the switch that requests graphs.
 
     Raises:
-        UsageError: there is no C++ compiler.
+        UsageError: there is no C++ compiler of the name that torch looks for.
     """
-    names = (os.environ.get("CXX"), "g++", "clang++")
-    if device == "cpu" and not any(name and shutil.which(name) for name in names):
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    name = os.environ.get("CXX", usual)  # as in torch._inductor.config; if it is set, torch tries no other
+    if device == "cpu" and not shutil.which(name):
+        is_set = "CXX" in os.environ
         raise UsageError(
             f"on a CPU, {word} requires a C++ compiler, because torch.compile generates C++ code there, but "
-            "none was found (g++, clang++ or the compiler named by the variable CXX)",
-            remedy="Install one (apt-get install g++), or remove the switch.",
+            f"there is no {f'CXX={name}' if is_set else name}",
+            remedy=f"{'Correct or unset CXX' if is_set else f'Install {name} (apt-get install g++)'}, or "
+            "remove the switch.",
         )

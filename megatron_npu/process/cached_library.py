@@ -69,7 +69,7 @@ def load(recipe: Recipe) -> ctypes.CDLL:
     key, remedy = _key(recipe, compiler), recipe.remedy(_ANOTHER)
     name = f"{key}.so"
     with user_cache.opened(recipe.folder, remedy) as folder:
-        _require_executable(recipe, folder)
+        user_cache.require_executable(recipe.folder, folder, recipe.remedy(_ANOTHER))
         library, _ = _loaded(recipe, folder, name)
         if library is not None:
             return library
@@ -116,15 +116,6 @@ def _processor() -> tuple[str, ...]:
     first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.is_file() else platform.processor()
     names = ("model name", "flags", "Features", "CPU part")
     return tuple(line for line in first.splitlines() if line.startswith(names))
-
-
-def _require_executable(recipe: Recipe, folder: int) -> None:
-    if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
-        raise UsageError(
-            f"{recipe.folder} is on a file system that is mounted noexec, so no library can be loaded "
-            "from it",
-            remedy=recipe.remedy(_ANOTHER),
-        )
 
 
 def _loaded(recipe: Recipe, folder: int, name: str) -> tuple[ctypes.CDLL | None, str]:

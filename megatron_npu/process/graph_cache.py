@@ -27,8 +27,8 @@ def claim() -> Path:
     """Make torch store its compiled graphs in a private folder (mode 0700), and return the folder.
 
     A folder that the user named is used if the user owns it. torch's own folder in /tmp, which its import
-    writes into the variable, is ignored. Without a writable home, the folder is in the temporary directory
-    and also private.
+    writes into the variable, is ignored. Without a home that is writable and allows to execute files, the
+    folder is in the temporary directory and also private.
 
     Raises:
         UsageError: another user owns the folder or can write to it or replace it, or the named folder cannot
@@ -52,7 +52,9 @@ def _is_torchs(named: str) -> bool:
 
 def _default() -> Path:
     try:
-        return _open(user_cache.root() / "inductor", _REMEDY)
+        folder = _open(user_cache.root() / "inductor", _REMEDY)
+        require_executable(folder)
+        return folder
     except UsageError as error:
         if not _cannot_be_made(error):
             raise
@@ -60,11 +62,25 @@ def _default() -> Path:
 
 
 def _cannot_be_made(error: UsageError) -> bool:
-    """Return True if the error means that the home directory does not exist or is read-only.
+    """Return True if the error means that the home directory does not exist, is read-only or is noexec.
 
     A wrong owner is another error.
     """
-    return error.given.startswith("no home folder") or isinstance(error.__cause__, OSError)
+    is_named = error.given.startswith("no home folder") or "mounted noexec" in error.given
+    return is_named or isinstance(error.__cause__, OSError)
+
+
+def require_executable(folder: Path) -> None:
+    """Check that torch can load compiled graphs from a folder.
+
+    Raises:
+        UsageError: it is on a file system that is mounted noexec.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        user_cache.require_executable(folder, descriptor, f"Set {VARIABLE} to a folder on another disk.")
+    finally:
+        os.close(descriptor)
 
 
 def _open(folder: Path, remedy: str) -> Path:

@@ -329,8 +329,8 @@ def _wait_for_table() -> None:
     Raises:
         UsageError: the table is still incomplete after a long wait.
     """
-    path = Path(os.environ.get(_TABLE, ""))
-    if not path.is_file():  # HCCL says so, if it wants it
+    path = Path(named := os.environ.get(_TABLE, ""))  # of an empty one: the working directory
+    if not os.path.isfile(named):  # HCCL says so, if it wants it
         return
     began = said = time.monotonic()
     while (status := _status(path)) == "initializing":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_npu.base import files
+from megatron_npu.base import errors, files
 from megatron_npu.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PRIVATE = 0o700
 _BY_OTHERS = 0o022  # writable
 _ROOT = 0  # may do anything without a cache, too
+_DESCRIPTORS = "/proc/self/fd"
 _ALL_USERS = ["0", "0", "4294967295"]  # of /proc/self/uid_map: each of them is itself
 _SEAL = b"\nmegatron_npu sha256 "
 _SEALED = len(_SEAL) + hashlib.sha256().digest_size
@@ -189,6 +190,37 @@ def is_whole(descriptor: int) -> bool:
     return bytes(end) == _SEAL + hashlib.sha256(before).digest()
 
 
+def require_executable(path: Path, folder: int, remedy: str) -> None:
+    """Check that libraries can be loaded from a folder.
+
+    Args:
+        path: the folder.
+        folder: its descriptor.
+        remedy: how to select another folder.
+
+    Raises:
+        UsageError: it is on a file system that is mounted noexec.
+    """
+    if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UsageError(
+            f"{path} is on a file system that is mounted noexec, so no library can be loaded from it",
+            remedy=remedy,
+        )
+
+
+def require_descriptors() -> None:
+    """Check that this process can load libraries by their descriptors.
+
+    Raises:
+        UsageError: /proc is not mounted.
+    """
+    if not os.path.isdir(_DESCRIPTORS):
+        raise UsageError(
+            f"{_DESCRIPTORS} does not exist, but libraries are loaded by their descriptors in it",
+            remedy=errors.MOUNT_PROC,
+        )
+
+
 def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     """Load a library from an open descriptor, which remains open.
 
@@ -197,11 +229,13 @@ def loaded(descriptor: int, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
 
     Raises:
         OSError: the library cannot be loaded; the descriptor is closed.
+        UsageError: /proc, by which it is loaded, is not mounted; the descriptor is closed.
     """
-    name = f"/proc/self/fd/{'./' * next(_LOADED)}{descriptor}"
+    name = f"{_DESCRIPTORS}/{'./' * next(_LOADED)}{descriptor}"
     try:
+        require_descriptors()
         library = ctypes.CDLL(name, mode=mode)
-    except OSError:
+    except (OSError, UsageError):
         os.close(descriptor)
         raise
     note_use(descriptor)

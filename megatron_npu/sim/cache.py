@@ -40,6 +40,8 @@ def _opened() -> Iterator[int]:
     try:
         with user_cache.opened(root(), _REMEDY) as folder:
             user_cache.require_own_path(root().resolve(), _REMEDY)  # a wheel is imported by its path
+            user_cache.require_executable(root(), folder, _REMEDY)
+            user_cache.require_descriptors()
             yield folder
     except UsageError as error:
         raise UsageError(f"the simulator's cache: {error.given}", error.expected, error.remedy) from error

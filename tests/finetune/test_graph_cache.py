@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.finetune.model import compiled_blocks
 from megatron_npu.process import graph_cache
 from tests.support import processes, tiny
 
@@ -104,6 +106,32 @@ def test_no_home_is_no_reason_to_take_torch_s_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(graph_cache.VARIABLE, str(tmp_path / "torchinductor_root"))  # as torch leaves it
     assert graph_cache.claim() == tmp_path / f"megatron_npu_inductor_{os.geteuid()}"
     assert os.environ[graph_cache.VARIABLE] == str(graph_cache.claim())
+
+
+def test_a_folder_that_is_mounted_noexec_is_not_taken(tmp_path, monkeypatch):
+    """Found by the campaign: torch cannot load its graphs there, which ended ``train`` with a traceback."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir()
+    other.mkdir()
+    real = os.fstatvfs
+
+    def statvfs(descriptor: int) -> os.statvfs_result:
+        found = real(descriptor)
+        there = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flag = found.f_flag | os.ST_NOEXEC if closed in (there, *there.parents) else found.f_flag
+        return os.statvfs_result([*found[:8], flag, *found[9:]])
+
+    monkeypatch.setattr(os, "fstatvfs", statvfs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.delenv(graph_cache.VARIABLE, raising=False)
+    monkeypatch.setattr(graph_cache.tempfile, "gettempdir", lambda: str(other))
+    closed = home
+    assert graph_cache.claim().parent == other
+    model = torch.nn.Linear(2, 2)
+    assert compiled_blocks.compile_blocks(model, dynamic=False).startswith("graphs: ")
+    closed = tmp_path
+    with pytest.raises(UsageError, match=rf"mounted noexec.*Set {graph_cache.VARIABLE} to a folder on"):
+        compiled_blocks.compile_blocks(model, dynamic=False)
 
 
 @needs_root

@@ -121,6 +121,18 @@ def test_one_that_the_loader_refuses_is_compiled_again(tmp_path, compilations):
     assert len(compilations.read_text().splitlines()) == 2
 
 
+def test_one_that_cannot_be_loaded_because_proc_is_hidden_is_one_sentence(
+    tmp_path, compilations, monkeypatch
+):
+    """Found by the campaign: ``plan`` showed the traceback of a rank, and this would be compiled again."""
+    given = recipe(tmp_path)
+    cached_library.load(given)
+    monkeypatch.setattr(user_cache, "_DESCRIPTORS", str(tmp_path / "hidden"))
+    with pytest.raises(UsageError, match=r"hidden does not exist, .*\. Mount /proc \(mount -t proc"):
+        cached_library.load(given)
+    assert len(compilations.read_text().splitlines()) == 1
+
+
 @needs_compiler
 def test_what_is_swapped_after_the_look_is_not_loaded(tmp_path, monkeypatch):
     """Of file and folder: between the look and the loader both names lead elsewhere."""

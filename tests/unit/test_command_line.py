@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_npu.base import files
+from megatron_npu.base import errors, files
 from megatron_npu.commands import cli, inherited
 from megatron_npu.commands.cli import main
 from tests.support import processes
@@ -64,17 +64,31 @@ def test_a_warning_as_an_error_is_one_line(command: str, is_told: bool) -> None:
         assert told[0].startswith("a warning was raised as an error (DeprecationWarning: old). Change")
 
 
+def test_a_log_that_torch_does_not_have_is_one_line(monkeypatch) -> None:
+    """Found by the campaign: the import of torch ended with its traceback."""
+    code = "from megatron_npu.commands import cli; import sys; sys.exit(cli.main(['lambada', '--load', 'x']))"
+    monkeypatch.setenv("TORCH_LOGS", "evil")
+    command = [sys.executable, "-P", "-c", code]
+    done = processes.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    told = (
+        "torch does not accept TORCH_LOGS=evil; expected names of its logs, separated by commas. Correct or"
+    )
+    assert done.stderr.startswith(f"megatron-npu lambada: error: {told}")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["taken", "a" * 300])
 def test_an_output_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
     """A file in the place of a folder, as for ``checkpoint gather --into``, and a name that is too long."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(OSError) as raised:  # noqa: PT011
         (tmp_path / name).mkdir(exist_ok=True)
-    assert cli._ended_by(raised.value, "checkpoint") == (str(raised.value), 1)
+    assert cli._ended_by(raised.value, "checkpoint") == (errors.told_of_files(raised.value), 1)
 
 
 def test_an_empty_output_is_an_error_of_files() -> None:
     """As of ``plan --json ''``."""
     with pytest.raises(IsADirectoryError) as raised, files.writing(Path("")):
         pass
-    assert cli._ended_by(raised.value, "plan") == (str(raised.value), 1)
+    assert cli._ended_by(raised.value, "plan") == (f"{raised.value}. Pass the path of a file.", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_npu.base.errors import UsageError
 from megatron_npu.process import launchers
 
+ANOTHER = 12345  # some other user
 SRUN = {
     **{"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"},
     **{"SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"},
@@ -21,6 +23,22 @@ MEETING = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 POD = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}  # PyTorchJob, Volcano, PAI-DLC
 ASCEND = {**POD, "WORLD_SIZE": "16", "LOCAL_RANK": "0,1,2,3,4,5,6,7", "LOCAL_WORLD_SIZE": "8"}
 TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "node-0-0"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another account")
+def test_without_a_table_a_working_directory_that_is_closed_does_not_matter(tmp_path) -> None:
+    """As of ``sudo -u user`` in /root: ``pretrain`` and ``train`` ended because of the path "."."""
+    if not (child := os.fork()):
+        code = 1
+        with contextlib.suppress(OSError):
+            tmp_path.chmod(0)
+            os.chdir(tmp_path)
+            os.setuid(ANOTHER)
+            os.environ.pop("RANK_TABLE_FILE", None)
+            launchers.settle(["pretrain"])
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.fixture

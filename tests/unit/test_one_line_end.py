@@ -6,13 +6,16 @@ import errno
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
+from megatron_npu.base import errors
 from megatron_npu.base.errors import UsageError
 from megatron_npu.commands import cli
+from megatron_npu.pretrain.run import last_words
 from megatron_npu.process import one_line_end
 from tests.support import processes, tiny, warm
 
@@ -126,8 +129,42 @@ def test_a_full_disk_is_one_line_of_every_command(command, number, monkeypatch, 
             cli.main([command])
     else:
         assert cli.main([command]) == 1
-        told = "megatron-npu convert: error: [Errno 28] No space left on device: 'model.safetensors'\n"
-        assert capsys.readouterr().err == told
+        told = "megatron-npu convert: error: [Errno 28] No space left on device: 'model.safetensors'. "
+        assert capsys.readouterr().err == f"{told}Free space there, or use another disk.\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "remedy"),
+    [
+        (errno.ENOENT, "/proc/meminfo", "Mount /proc (mount -t proc proc /proc)."),
+        (errno.ENOENT, "a path", "Check the path."),
+        (errno.ENAMETOOLONG, "x", "Use a shorter path: at most 255 bytes for each name, and 4,095 in all."),
+        (errno.EACCES, ".", "Give this account access to it, or use another path."),
+        (errno.EROFS, "x", "Use a path on a disk that is not read-only."),
+    ],
+)
+def test_an_error_of_a_file_system_says_what_to_do(number, path, remedy, monkeypatch, capsys) -> None:
+    def run(argv: list[str]) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["data"]) == 1
+    told = f"error: [Errno {number}] {os.strerror(number)}: {path!r}. {remedy}\n"
+    assert capsys.readouterr().err == f"megatron-npu data: {told}"
+    assert last_words.tell("pretrain", OSError(number, os.strerror(number), path)) == 1
+    assert capsys.readouterr().err == f"megatron-npu pretrain: {told}"
+
+
+def test_without_a_folder_for_temporary_files_the_variable_is_named() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nothing"])
+        with pytest.raises(FileNotFoundError) as found:
+            tempfile.gettempdir()
+    assert errors.is_of_files(found.value)
+    assert errors.told_of_files(found.value).endswith(
+        "Set TMPDIR to a folder that this account can write to."
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ from megatron_npu.planning import command
         ("absent/file", "the folder .*absent does not exist"),
         ("file/below", "the folder .*file does not exist"),
         ("x" * 255, "File name too long"),
+        ("x" * 256, "File name too long"),
+        ("x" * 256 + "/file", "File name too long"),
+        ("x/" * 2500 + "file", "File name too long"),
         ("/proc/file", "the folder /proc is not writable"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -22,6 +23,25 @@ def test_another_folder_cannot_be_put_in_its_place(tmp_path: Path, monkeypatch) 
         cache.prepared("site", lambda folder: None)
     everyones.chmod(0o1777)  # sticky: only its owner can rename the folder
     assert cache.prepared("site", lambda folder: None) == everyones / "cache" / "site"
+
+
+def test_a_cache_that_is_mounted_noexec_is_told_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    """Found by the campaign: ``plan`` showed the traceback of a rank."""
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    found = os.statvfs(tmp_path)
+    fields = [*found[:8], found.f_flag | os.ST_NOEXEC, *found[9:]]
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: os.statvfs_result(fields))
+    monkeypatch.setattr(library, "_build", lambda folder: pytest.fail("it has been compiled"))
+    with pytest.raises(UsageError, match=r"mounted noexec.*Set another folder with MEGATRON_NPU_SIM_CACHE"):
+        library.built()
+
+
+def test_a_hidden_proc_is_told_in_one_line_before_there_are_ranks(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_NPU_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "_DESCRIPTORS", str(tmp_path / "hidden"))
+    monkeypatch.setattr(library, "_build", lambda folder: pytest.fail("it has been compiled"))
+    with pytest.raises(UsageError, match=r"the simulator's cache: .*hidden does not exist, .*Mount /proc"):
+        library.built()
 
 
 def test_the_library_of_fake_cuda_is_one_that_only_this_user_can_write(tmp_path: Path, monkeypatch) -> None:

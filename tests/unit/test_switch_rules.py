@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -74,6 +75,24 @@ def test_a_refusal_names_the_word_that_was_typed(monkeypatch):
     for word in ("--onnx-runtime-training", "--graph-optimization"):
         with pytest.raises(UsageError, match=f"{word} requires a C"):
             switch_rules.refuse(Switches(graph_optimization=True, graph_word=word), Place("user", "cpu"))
+
+
+def test_a_compiler_that_cxx_names_must_exist_because_torch_tries_no_other(tmp_path, monkeypatch):
+    """Found by the campaign: with another compiler on PATH, ``train`` ended with a traceback of torch."""
+    other = tmp_path / "g++"
+    other.write_text("")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(switch_rules.sys, "platform", "linux")
+    switch_rules.need_compiler("cpu")
+    for name in ("/nowhere/g++", ""):
+        monkeypatch.setenv("CXX", name)
+        with pytest.raises(
+            UsageError, match=rf"there is no CXX={re.escape(name)}\. Correct or unset CXX, or"
+        ):
+            switch_rules.need_compiler("cpu")
+    switch_rules.need_compiler("cuda")
 
 
 def test_every_pair_that_is_refused_somewhere_is_in_the_table():

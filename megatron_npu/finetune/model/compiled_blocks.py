@@ -39,10 +39,10 @@ def compile_blocks(model: nn.Module, *, dynamic: bool) -> str:
 
     Raises:
         UsageError: there is no C++ compiler, which inductor requires on a CPU, or inductor's cache is not
-            writable or not private.
+            writable, not private or mounted noexec.
     """
     need_compiler("cpu" if all(p.device.type == "cpu" for p in model.parameters()) else "cuda")
-    graph_cache.claim()
+    graph_cache.require_executable(graph_cache.claim())
     if hasattr(torch._inductor.config, "cpp_cache_precompile_headers"):  # as claimed, if that came too late
         torch._inductor.config.cpp_cache_precompile_headers = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_OF_A_BLOCK)

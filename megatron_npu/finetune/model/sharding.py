@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from megatron_npu.base.errors import UsageError
 from megatron_npu.devices import gloo
 from megatron_npu.finetune.model.blocks import own_blocks
 from megatron_npu.finetune.model.precision import dtype_of
@@ -40,10 +41,21 @@ class DataParallel(nn.parallel.DistributedDataParallel):
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Wrap a model in DDP, allowing batches that leave parts of the model unused."""
+    """Wrap a model in DDP, allowing batches that leave parts of the model unused.
+
+    Raises:
+        UsageError: torch 2.13 would crash (SIGSEGV, also without this package): the groups are gloo's and
+            TORCH_DISTRIBUTED_DEBUG is DETAIL.
+    """
     norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch 2.13
+    is_detailed = dist.is_initialized() and dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if is_detailed and buffers == "forward_sync_buffers" and dist.get_backend() == "gloo":
+        raise UsageError(
+            "with TORCH_DISTRIBUTED_DEBUG=DETAIL and gloo, torch's DistributedDataParallel crashes",
+            remedy="Set it to INFO, or unset it.",
+        )
     options: dict[str, Any] = {buffers: norms}
     return DataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True, **options)
 

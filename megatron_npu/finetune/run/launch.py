@@ -23,6 +23,7 @@ from megatron_npu.process import meeting_place, python_child
 from megatron_npu.watchdog import first_contact
 
 _SECONDS = 900  # for the agents of the other machines, which have met before
+_CRASHES = [-each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)]
 _BYTES_OF_A_RANK = 200 * 10**6  # what Python, torch and Transformers take before there is a model
 
 
@@ -206,9 +207,14 @@ def _exit_code(failed: object) -> int:
     """
     first = min(failed.failures.values(), key=lambda failure: failure.timestamp)  # type: ignore[attr-defined]
     code = first.exitcode
+    if code >= 0:
+        return code
+    what = f"rank {first.local_rank} was ended by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
-        print(
-            f"megatron-npu train: rank {first.local_rank} was killed; the machine may have run out of memory",
-            file=sys.stderr,
+        what = f"rank {first.local_rank} was killed; the machine may have run out of memory"
+    elif code in _CRASHES:
+        what += (
+            ". Set PYTHONFAULTHANDLER=1 to see where; variables such as TORCH_DISTRIBUTED_DEBUG may be why."
         )
-    return code if code >= 0 else 128 - code
+    print(f"megatron-npu train: {what}", file=sys.stderr)
+    return 128 - code

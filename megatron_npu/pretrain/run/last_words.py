@@ -35,7 +35,7 @@ def tell(command: str, failure: BaseException) -> int:
     if not isinstance(failure, OSError):
         print(f"megatron-npu {command}: {failure}", file=sys.stderr)
     elif errors.is_of_files(failure):
-        print(f"megatron-npu {command}: error: {failure}", file=sys.stderr)
+        print(f"megatron-npu {command}: error: {errors.told_of_files(failure)}", file=sys.stderr)
     else:
         raise failure
     return 1

@@ -167,7 +167,7 @@ _VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
     "PYTHONOPTIMIZE=2, train": ("train on 2", {"PYTHONOPTIMIZE": "2"}, EITHER),
     "PYTHONOPTIMIZE=2, plan": ("plan", {"PYTHONOPTIMIZE": "2"}, EITHER),
     "PYTHONDEVMODE=1": ("generate", {"PYTHONDEVMODE": "1"}, EITHER),
-    "PYTHONINSPECT=1": ("generate", {"PYTHONINSPECT": "1"}, EITHER),
+    # not PYTHONINSPECT: Python itself shows the exit of any program as a traceback, and then a prompt
     "PYTHONINTMAXSTRDIGITS=0": ("checkpoint", {"PYTHONINTMAXSTRDIGITS": "0"}, EITHER),
     "PYTHONUNBUFFERED=1": ("train on 2", {"PYTHONUNBUFFERED": "1"}, EITHER),
     "PYTHONNOUSERSITE and PYTHONSAFEPATH": (
@@ -200,7 +200,7 @@ _VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
             **{"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "1"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
         },
-        REFUSED,
+        DONE,  # one rank meets nobody
     ),
     "MASTER_ADDR of no host": (
         "pretrain",

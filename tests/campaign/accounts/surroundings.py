@@ -156,7 +156,13 @@ VARIABLES: dict[str, tuple[str, dict[str, str | None], str]] = {
     "RANK=abc": ("pretrain", {"RANK": "abc"}, REFUSED),
     "LOCAL_RANK=x": ("generate", {"RANK": "", "LOCAL_RANK": "x"}, EITHER),
     "WORLD_SIZE=-1": ("pretrain", {**_RANK, "WORLD_SIZE": "-1", "MASTER_PORT": "29501"}, REFUSED),
-    "MASTER_PORT=99999": ("pretrain", {**_RANK, "MASTER_PORT": "99999"}, REFUSED),
+    # one rank meets nobody, so it does not matter what another program has named a port of a master
+    "MASTER_PORT=99999": ("pretrain", {**_RANK, "MASTER_PORT": "99999"}, DONE),
+    "MASTER_PORT=99999, two ranks": (
+        "pretrain",
+        {**_RANK, "WORLD_SIZE": "2", "MASTER_PORT": "99999"},
+        REFUSED,
+    ),
     "MASTER_PORT empty": ("pretrain", {**_RANK, "MASTER_PORT": ""}, EITHER),
     "MEGATRON_NPU_DEVICE=evil": ("generate", {"MEGATRON_NPU_DEVICE": "evil;x"}, REFUSED),
     "COLUMNS=nan": ("doctor", {"COLUMNS": "nan"}, EITHER),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -19,8 +21,16 @@ REFUSED, DONE, EITHER = "refused", "done", "either"
 FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
 _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
 _COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
+# a report may show a stack without its first line; that of SIGUSR1 has no comma behind the file
+_STACK = re.compile(r"Traceback \(most recent|^\s*File \".+\", line \d+, in ", re.MULTILINE)
+# of a launcher whose rank has crashed
+_CRASHES = [
+    128 + each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+]
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
+# how the description of a signal ends when its trial has been made
+IN_THE_MIDDLE, BEFORE = ", in the middle", ", it had ended before"
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,28 @@ class Later(NamedTuple):
     make: Callable[[], Verdict]
 
 
+def recorded(file: Path) -> set[tuple[str, str]]:
+    """Return the place and the description of each trial in a file of ``--json``, or in the record."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {(_value(row, "place", "group"), _described(_value(row, "what", "trial"))) for row in rows}
+
+
+def is_recorded(each: Try | Later | Verdict, known: set[tuple[str, str]]) -> bool:
+    """Return whether a trial is among those that ``recorded`` has read; a function has no place yet."""
+    if isinstance(each, Later):
+        return each.what in {what for _, what in known}
+    return (each.place, _described(each.what)) in known
+
+
+def _value(row: dict[str, str], *names: str) -> str:
+    return next(row[name] for name in names if name in row)
+
+
+def _described(what: str) -> str:
+    """Return the description that a trial had before it was made."""
+    return what.removesuffix(IN_THE_MIDDLE).removesuffix(BEFORE)
+
+
 def made(room: Room, given: Try) -> Verdict:
     """Make a trial."""
     room.marked()
@@ -107,9 +139,9 @@ def verdict_on(end: Ended, expected: str, marks: list[str]) -> str:
     faults = {
         "executed": bool(marks),
         "hung": end.is_hung,
-        "traceback": "Traceback (most recent" in end.said + end.told,
+        "traceback": bool(_STACK.search(end.said + end.told)),
         "orphan": end.has_left,
-        "crash": end.code is None or end.code < 0,
+        "crash": end.code is None or end.code < 0 or end.code in _CRASHES,
         "control": any(each in end.said + end.told for each in _CONTROL),
         "silent": end.code == 0 and expected == REFUSED and not _warns(end.said + end.told),
         "denied": end.code != 0 and expected == DONE,

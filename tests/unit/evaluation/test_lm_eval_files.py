@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -102,6 +103,38 @@ def test_a_cache_that_others_can_write_is_refused(kind, tmp_path, monkeypatch):
             continue
         with pytest.raises(UsageError, match=f"the cache {cache} can be written by {others}"):
             lm_eval_files.require_own_code(asked)
+
+
+@pytest.mark.parametrize("words", [["--cache_requests"], ["--cache_requests", "refresh"], ["-C", "run.yaml"]])
+@pytest.mark.parametrize("place", ["/proc/nothing", None])
+def test_requests_that_cannot_be_cached_are_refused_first(
+    words, place, lm_eval, tmp_path, monkeypatch, capsys
+):
+    """lm-eval caches them in its own package, to which a user of a shared installation may not write."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("cache_requests: {cache_requests: true}\n")
+    package = tmp_path / "lm_eval"
+    package.mkdir()
+    (package / "caching").touch()  # root may write to any folder
+    lm_eval(lambda: pytest.fail("it has begun"))
+    specification = ModuleSpec("lm_eval", None, is_package=True)
+    specification.submodule_search_locations = [str(package)]
+    sys.modules["lm_eval"].__spec__ = specification
+    monkeypatch.delenv("LM_HARNESS_CACHE_PATH", raising=False)
+    if place:
+        monkeypatch.setenv("LM_HARNESS_CACHE_PATH", place)
+    assert cli.main(["evaluate", "--model", "dummy", "--tasks", "mine", *words]) == 2
+    told = capsys.readouterr().err
+    there, reason = ("/proc", "No such file") if place else (package / "caching", "Not a directory")
+    assert f"a folder with write permission, but {there} cannot be written ({reason}" in told
+    assert "Set LM_HARNESS_CACHE_PATH to a folder of your own" in told
+
+
+@pytest.mark.parametrize("words", [[], ["--cache_requests", "delete"]])
+def test_without_requests_to_cache_their_folder_does_not_matter(words, lm_eval, monkeypatch):
+    monkeypatch.setenv("LM_HARNESS_CACHE_PATH", "/proc/nothing")
+    lm_eval(lambda: 0)
+    assert cli.main(["evaluate", "--model", "dummy", "--tasks", "mine", *words]) == 0
 
 
 TASK = "task: mine\nprocess_docs: !function evil.run\n"
