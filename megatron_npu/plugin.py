@@ -266,6 +266,8 @@ def _activate() -> Context:
     settings.check()
     _undoing.callback(stacks.leave_signal)
     stacks.print_on_signal()
+    if stacks.print_at_crash():
+        _undoing.callback(stacks.leave_crashes)
     found = megatrons.find()
     found.require_supported(_main_file())
     stock_tools.refuse(_main_file(), sys.argv[1:])

@@ -1,6 +1,6 @@
 """Create files and folders atomically and with private permissions.
 
-This module imports only the standard library.
+This module imports only the standard library and ``claimed_folder``.
 
 A file that is being written has a temporary name beside its final name, so that it appears in one atomic
 rename: ``NAME.PID.partial`` for a file, ``.NAME.partial`` for a folder. A folder that is being replaced is
@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
+
+from megatron_npu.base import claimed_folder
 
 _REPLACED = ".replaced"
 _ROOT = 0
@@ -298,7 +300,8 @@ def writing(path: str | Path) -> Iterator[BinaryIO]:
 def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder that is moved to ``path`` if the ``with`` block succeeds and removed if it fails.
 
-    The leftovers of a killed attempt are removed first. Only one process may call this at a time.
+    The leftovers of a killed attempt are removed first. Only one process at a time can write to a path; on a
+    file system without locks, this is not checked.
 
     Args:
         path: the final name of the folder.
@@ -307,26 +310,30 @@ def new_folder(path: str | Path, replace: bool = False) -> Iterator[Path]:
             old folder.
 
     Raises:
-        OSError: ``path`` exists and is not an empty folder, and ``replace`` is False.
+        OSError: ``path`` exists and is not an empty folder, and ``replace`` is False; or another process is
+            writing to ``path``.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_folder(path)
-    shutil.rmtree(partial, ignore_errors=True)
+    if partial.is_dir() and not partial.is_symlink():
+        with claimed_folder.locked(partial, path):
+            shutil.rmtree(partial, ignore_errors=True)
     restore_replaced(path.parent, glob.escape(path.name))
     partial.mkdir()
-    try:
-        yield partial
-        if replace:
-            replace_folder(path, partial)
-        else:
-            os.replace(partial, path)
-            sync_directory(path.parent)
-    except OSError as error:
-        name(error, path)
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with claimed_folder.locked(partial, path):
+        try:
+            yield partial
+            if replace:
+                replace_folder(path, partial)
+            else:
+                os.replace(partial, path)
+                sync_directory(path.parent)
+        except OSError as error:
+            name(error, path)
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def replace_folder(path: Path, new: Path) -> None:

@@ -26,6 +26,7 @@ from megatron_npu.process import (
     interruption,
     launcher_report,
     launchers,
+    stacks,
     visible_devices,
 )
 from megatron_npu.upstream import stock_tools
@@ -254,6 +255,7 @@ def _run_heard(argv: list[str]) -> int:
     if argv[0] != "doctor":  # which tells everything that is wrong, not the first thing alone
         settings.check()
     if not _asks_for_help(argv):
+        stacks.print_at_crash()
         inherited.settle()
         launchers.settle(argv)
     if argv[0] in _MAY_COMPILE and not _asks_for_help(argv):
@@ -326,10 +328,8 @@ def _write_any_character() -> None:
 def _write_whole_lines() -> None:
     """Write only whole lines to standard output, even under ``python -u``.
 
-    The ranks started by torchrun share one pipe.
-
-    torchrun starts ranks with ``python -u``. ``print`` writes the text and the line feed separately, so
-    another rank's output could come between them.
+    torchrun starts ranks, which share one pipe, with ``python -u``. ``print`` writes the text and the line
+    feed separately, so another rank's output could come between them.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:

@@ -77,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.strict_lambada and args.lm_eval_cut:
         raise UsageError("--strict-lambada and --lm-eval-cut are mutually exclusive. Remove one.")
-    output_files.require_writable(args.results)
+    inputs = [args.valid_data, *trained_model.inputs(args.load, args.vocab_file, args.merge_file)]
+    output_files.require_writable(args.results, inputs=inputs)
     initialize.silence_known_warnings()
     cut: Cut = "lm-eval" if args.lm_eval_cut else "word" if args.strict_lambada else "token"
     rows = found(

@@ -168,7 +168,8 @@ def _check(given: GenerateFlags) -> None:
     if len(ways) > 1 or (given.num_samples == 0 and ways):
         both = "--prompt and --sample-input-file" if len(ways) > 1 else f"--num-samples 0 and --{ways[0]}"
         raise UsageError(f"{both.replace('_', '-')} are mutually exclusive. Remove one.")
-    output_files.require_writable(given.genfile, given.output, given.sample_output_file)
+    inputs = [given.sample_input_file, *trained_model.inputs(given.load, given.vocab_file, given.merge_file)]
+    output_files.require_writable(given.genfile, given.output, given.sample_output_file, inputs=inputs)
 
 
 def _draw(given: GenerateFlags, model: TrainedModel, options: Options) -> None:

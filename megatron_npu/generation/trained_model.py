@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_npu.data.tokenization.tokenizer import Tokenizer
 from megatron_npu.generation import chat_template
 from megatron_npu.generation.sampling import host_layout
 from megatron_npu.generation.sampling.sampler import Sample, Sampler
+from megatron_npu.pretrain.checkpoint import checkpoint_files
 from megatron_npu.pretrain.checkpoint.restore import restored
 from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.plan_parts import Part, TokenizerFlags
@@ -60,6 +62,12 @@ def add_checkpoint(add: Add) -> None:
     flags.add_gpt2_files(add, " (default: the one used in training)")
     add("--fp16", action="store_true", help="compute in fp16 (default: the precision used in training)")
     add("--bf16", action="store_true", help="compute in bf16 (default: the precision used in training)")
+
+
+def inputs(load: str, vocab_file: str | None, merge_file: str | None) -> list[Path]:
+    """Return the files and folders that are read for the flags of ``add_checkpoint``."""
+    given = [Path(file) for file in (vocab_file, merge_file) if file]
+    return [*given, Path(load, checkpoint_files.TRACKER), *Path(load).glob("iter_*"), Path(load, "release")]
 
 
 @dataclass(frozen=True)

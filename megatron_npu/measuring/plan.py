@@ -185,9 +185,3 @@ def _check_surroundings(args: Namespace) -> None:
             "--plot requires matplotlib, which is not installed. Install it: pip install matplotlib"
         )
     output_files.require_writable(args.json, args.markdown, args.plot)
-    given = [path for path in (args.json, args.markdown, args.plot) if path is not None]
-    if len({path.absolute() for path in given}) < len(given):
-        raise UsageError(
-            f"--json, --markdown and --plot must be different files, but two of them are {given[0]}. Use "
-            "different files."
-        )

@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
             "--search estimates",
             remedy="Add --search, or remove --bench.",
         )
-    output_files.require_writable(options.json, options.html, options.timeline)
+    output_files.require_writable(options.json, options.html, options.timeline, inputs=[options.bench])
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     job = Job.of(options.devices, command)
     require_covered(job, options.device)

@@ -1,4 +1,4 @@
-"""Print the stacks of all threads on demand (``kill -USR1 PID``), to find out why a run hangs."""
+"""Print the stacks of all threads on demand (``kill -USR1 PID``), if a run hangs, and one at a crash."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ def leave_signal() -> None:
     if signal.getsignal(usr1) is _noted:
         with contextlib.suppress(ValueError):
             signal.signal(usr1, signal.SIG_DFL)
+
+
+def print_at_crash() -> bool:
+    """Print the stack of the thread whose crash ends the process, such as SIGBUS after a mapped file was cut.
+
+    Without this handler, nothing is printed.
+
+    Returns:
+        True if the handler was installed, and False if the program has installed one itself.
+    """
+    if sys.__stderr__ is None or faulthandler.is_enabled():
+        return False
+    faulthandler.enable(file=sys.__stderr__, all_threads=False)
+    return True
+
+
+def leave_crashes() -> None:
+    """Undo ``print_at_crash``."""
+    faulthandler.disable()
 
 
 def _is_free(usr1: signal.Signals) -> bool:

@@ -73,6 +73,14 @@ def test_places_below_a_file(refused, flags, tmp_path, flag):
     )
 
 
+def test_a_log_is_not_added_to_other_files(refused, flags, tmp_path):
+    (tmp_path / "data.idx").write_bytes(b"MMIDIDX")
+    assert "--json-log must be a new file or the log of a run, but" in refused(
+        "pretrain", *flags("--json-log", tmp_path / "data.idx")
+    )
+    assert (tmp_path / "data.idx").read_bytes() == b"MMIDIDX"
+
+
 @pytest.mark.skipif("os.geteuid() == 0", reason="the case: root may write everywhere")
 def test_a_directory_that_is_read_only(refused, flags, tmp_path):
     tmp_path.chmod(0o500)

@@ -186,6 +186,19 @@ def write_text(path, text):
     return path
 
 
+def test_a_folder_that_another_process_is_writing_is_left_to_it(tmp_path: Path) -> None:
+    """Two conversions to one folder: the second removed the files of the first."""
+    with files.new_folder(tmp_path / "folder") as partial:
+        (partial / "file").touch()
+        with (
+            pytest.raises(OSError, match=r"another process is writing to this folder.*folder'"),
+            files.new_folder(tmp_path / "folder"),
+        ):
+            pass
+        assert (partial / "file").exists()
+    assert (tmp_path / "folder" / "file").exists()
+
+
 @pytest.mark.parametrize("block", [files.writing, files.new_folder])
 def test_what_the_system_refuses_is_named(tmp_path: Path, block: Callable[[Path], Any]) -> None:
     """An error of a write says no more than that there is no room."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,35 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGUSR1, "")
+
+
+def test_a_file_that_is_cut_while_it_is_read_names_the_place(tmp_path: Path) -> None:
+    """The kernel ends the process with SIGBUS, which printed nothing."""
+    code = """
+import mmap, os, sys
+from megatron_npu.process import stacks
+assert stacks.print_at_crash() and not stacks.print_at_crash()
+with open(sys.argv[1], "r+b") as stream:
+    stream.truncate(1 << 16)
+    mapped = mmap.mmap(stream.fileno(), 0)
+    stream.truncate(0)
+def reads_here():
+    return mapped[5000]
+reads_here()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "data")]
+    (tmp_path / "data").touch()
+    done = processes.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert "in reads_here" in done.stderr
+
+
+def test_every_command_names_the_place_of_a_crash() -> None:
+    code = """
+import faulthandler
+from megatron_npu.commands import cli
+cli.main(["checkpoint", "list", "/nowhere"])
+assert faulthandler.is_enabled()
+"""
+    processes.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_npu.base import files
 from megatron_npu.base.arg_parser import Parser, positive, whole
 from megatron_npu.base.errors import UsageError, printable
 from megatron_npu.data.preprocessing import dataset_sums, indexed_dataset, tokenizer_files
@@ -213,12 +214,16 @@ def _merge(options: argparse.Namespace) -> int:
             "Preprocess them again with the same tokenizer."
         )
     _require_new(options.output_prefix, parts)
-    with indexed_dataset.Writer(options.output_prefix, parts[0].summary.dtype) as writer:
-        for part in parts:
-            for tokens, lengths, sequences in _pieces(part):
-                writer.add(tokens, lengths, sequences)
-        writer.finish()
-        indexed_dataset.publish([writer])
+    try:
+        with indexed_dataset.Writer(options.output_prefix, parts[0].summary.dtype) as writer:
+            for part in parts:
+                for tokens, lengths, sequences in _pieces(part):
+                    writer.add(tokens, lengths, sequences)
+            writer.finish()
+            indexed_dataset.publish([writer])
+    except OSError as error:
+        files.name(error, f"{options.output_prefix}.bin")  # a full disk names none
+        raise
     documents = sum(part.summary.documents for part in parts)
     print(f"{printable(options.output_prefix)}.bin and .idx: {documents} documents, {writer.tokens} tokens")
     return 0

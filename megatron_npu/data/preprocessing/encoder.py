@@ -218,7 +218,9 @@ def encode_all(batches: Iterable[jsonl.Batch], recipe: Recipe, workers: int) -> 
             "--workers; nothing was written."
         ) from error
     finally:
-        pool.shutdown(cancel_futures=True)
+        # a second Ctrl-C would end the wait for the pool, whose workers would then wait for tasks forever
+        with interruption.deferred():
+            pool.shutdown(cancel_futures=True)
 
 
 _OPENED = "Let all users write to it (mode 1777)"

@@ -9,6 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_npu.base import files
+from megatron_npu.base.errors import UsageError
+
+_BEGIN = b'{"event":'  # of each line
+
+
+def require_log(flag: str, file: Path) -> None:
+    """Check that lines may be added to an existing file, which must not be data that a run reads.
+
+    Args:
+        flag: the flag that names the file.
+        file: a regular file.
+
+    Raises:
+        UsageError: the file has content other than that of a log.
+    """
+    with files.regular(file) as stream:
+        begin = stream.read(len(_BEGIN))
+    if not _BEGIN.startswith(begin):  # an empty file, or the first piece of a line, may be continued
+        raise UsageError(
+            f"{flag} must be a new file or the log of a run, but {file} has other content",
+            remedy="Use another path.",
+        )
 
 
 class JsonLines:

@@ -83,7 +83,7 @@ def test_a_cpus_ranks_share_what_is_there():
         (
             "--suite 3d --json same --markdown same",
             CPU,
-            "--json, --markdown and --plot must be different files, but two of them are",
+            "each output must be a different file, but two of them are",
         ),
     ],
 )

@@ -335,6 +335,27 @@ def test_a_worker_is_killed_while_another_begins(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_ctrl_c_does_not_leave_the_workers(
+    tiny: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = encoder.ProcessPoolExecutor.shutdown
+
+    def interrupted(pool: encoder.ProcessPoolExecutor, *words: bool, **named: bool) -> None:
+        signal.raise_signal(signal.SIGINT)  # the second one
+        end(pool, *words, **named)
+
+    monkeypatch.setattr(encoder.ProcessPoolExecutor, "shutdown", interrupted)
+    files = GPT2Files(str(tiny.vocab_file), str(tiny.merge_file))
+    recipe = encoder.Recipe(files, ("text",), False, "uint16")
+    batches = iter([jsonl.Batch("f", 1, b'{"text": "a"}\n', 0)] * 1000)
+    others = set(multiprocessing.active_children())
+    results = encoder.encode_all(batches, recipe, workers=2)
+    next(results)
+    with pytest.raises(KeyboardInterrupt):
+        results.close()
+    assert set(multiprocessing.active_children()) <= others
+
+
 def test_log_lines_without_a_terminal(
     corpus_file: Write, preprocess: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:

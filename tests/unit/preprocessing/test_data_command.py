@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,15 @@ def test_documents_are_shown_as_ids_or_text(two: list[str], gpt2_vocab, tmp_path
         "--document must be from 0 to 2, because the dataset has 3 documents, but got 3"
         in capsys.readouterr().err
     )
+
+
+def test_a_full_disk_is_named(two, tmp_path, monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(indexed_dataset.Writer, "add", full)
+    assert cli.main(["data", "merge", *two, "--output-prefix", str(tmp_path / "both")]) == 1
+    assert f"No space left on device: '{tmp_path / 'both'}.bin'" in capsys.readouterr().err
 
 
 def test_merged_they_are_what_one_run_would_have_written(

@@ -203,3 +203,10 @@ def test_a_terminal_does_not_act_on_what_a_report_quotes(tmp_path, capsys, actio
     told = "".join(capsys.readouterr())
     assert r"\x1b]0;x\x07\x9b" in told or action == "list", told
     assert not {"\x1b", "\x07", "\x9b"} & {*told}
+
+
+def test_a_folder_with_other_digits_is_no_checkpoint(tmp_path: Path) -> None:
+    """``checkpoint prune`` counted it, and then missed the folder of its number."""
+    for name in ("iter_0000004", "iter_00000005", "iter_12345678", "iter_٠٠٠٠٠٠٦"):
+        (tmp_path / name).mkdir()
+    assert checkpoint_files.iterations(tmp_path) == [4, 12345678]

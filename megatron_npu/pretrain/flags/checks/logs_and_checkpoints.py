@@ -20,6 +20,7 @@ from megatron_npu.pretrain.checkpoint.checkpoint_description import CheckpointIn
 from megatron_npu.pretrain.flags import derive, job_flags
 from megatron_npu.pretrain.flags.checkpoint_parts import ResumeFlags
 from megatron_npu.pretrain.flags.checks import nothing_without
+from megatron_npu.pretrain.report import json_lines
 from megatron_npu.web.address import require_packages
 
 
@@ -386,3 +387,4 @@ def _require_appendable(flag: str, file: Path) -> None:
             f"{flag} requires a file with write permission, but {file} cannot be written ({error.strerror})",
             remedy="Use another path.",
         ) from None
+    json_lines.require_log(flag, file)
