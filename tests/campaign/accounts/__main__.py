@@ -3,7 +3,8 @@
     python -m tests.campaign.accounts [--only numbers,files] [--json trials.jsonl]   # as root
 
 Prints each trial that went wrong, and a table with a row for each place.
-The exit code is 1 if there was a fault.
+The exit code is 1 if there was a fault. A round that was interrupted goes on with
+``--json trials.jsonl --without trials.jsonl``.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ _SHARED = (
 
 
 def verdicts(room: rooms.Room, args: argparse.Namespace) -> Iterator[Verdict]:
-    """Make the trials that are asked for."""
+    """Make the trials that are asked for, but not those that a file has."""
+    known = {row for file in args.without for row in trials.recorded(file)}
     for name in args.only.split(",") if args.only else PLACES:
         module, function = PLACES[name]
         tries = getattr(importlib.import_module(f"tests.campaign.accounts.{module}"), function)(room)
         draw = random.Random(args.seed)
-        chosen = (each for each in tries if (args.word or "") in each.what)
+        named = (each for each in tries if (args.word or "") in each.what)
+        chosen = (each for each in named if not trials.is_recorded(each, known))
         for each in itertools.islice(chosen, args.skip, args.first and args.skip + args.first):
             if draw.random() < args.share:
                 yield _made(room, each)
@@ -91,8 +94,8 @@ def table(found: list[Verdict]) -> str:
     return "\n".join(rows)
 
 
-def main() -> int:
-    """Be the command."""
+def parsed(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +109,20 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, help="a random part of the trials, such as 0.5")
     parser.add_argument("--seed", type=int, default=0, help="of the random part")
     parser.add_argument("--word", help="only trials whose description contains this word")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--without",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="without the trials in this file of --json, or in the record; may be given again",
+    )
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Be the command."""
+    args = parsed()
     if reason := rooms.reason_against():
         raise SystemExit(reason)
     rooms.separate()

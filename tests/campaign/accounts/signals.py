@@ -47,7 +47,7 @@ def tries(room: Room) -> Iterator[Later]:
         for number in _SIGNALS:
             for time_ in range(_TIMES):
                 yield _harm(room, name, job, number, 0.1 + 0.3 * time_)
-        yield Later(f"{name}: the run after them", functools.partial(_next_run, room, name, job))
+        yield Later(f"{name}: the run after a SIGKILL", functools.partial(_next_run, room, name, job))
 
 
 def _next_run(room: Room, name: str, job: Job) -> Verdict:
@@ -155,8 +155,8 @@ def _harmed(
     final = [path.name for path in job.results if path.exists()]
     partial = [path.name for path in _around(job) if _is_temporary(path)]
     verdict = _judged(ended, number, final, partial)
-    how = "in the middle" if is_there else "it had ended before"
-    what = f"{name}: {number.name} after {pause:.1f} s, {how}"
+    how = trials.IN_THE_MIDDLE if is_there else trials.BEFORE
+    what = f"{name}: {number.name} after {pause:.1f} s{how}"
     text = f"{told[-500:]} left {left}, final {final}, temporary {partial}"
     return Verdict(place, what, verdict, code, round(time.monotonic() - began, 1), text)
 

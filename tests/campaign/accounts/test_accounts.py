@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from tests.campaign.accounts import rooms, trials
-from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Ended
+from tests.campaign.accounts import __main__ as command
+from tests.campaign.accounts import rooms, signals, trials
+from tests.campaign.accounts.trials import DONE, EITHER, REFUSED, Ended, Later, Try, Verdict
 from tests.support import processes, tiny
 
 pytest.importorskip("megatron.core")
@@ -37,6 +39,37 @@ SAID = "megatron-npu x: error: y"
 )
 def test_each_fault_is_noticed(end: Ended, expected: str, marks: list[str], verdict: str) -> None:
     assert trials.verdict_on(end, expected, marks) == verdict
+
+
+@pytest.mark.parametrize("keys", [("place", "what"), ("group", "trial")])
+def test_a_round_goes_on_without_the_trials_of_a_file(
+    keys: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        ("environment", "pretrain: umask 0, modes"),
+        ("environment", "pretrain: umask 777"),
+        ("outputs", "plain"),
+        ("signals", "doctor: SIGINT after 0.5 s, in the middle"),
+        ("signals", "doctor: SIGINT after 1.2 s, it had ended before"),
+    ]
+    file = tmp_path / "trials.jsonl"
+    file.write_text("".join(f"{json.dumps(dict(zip(keys, row, strict=True)))}\n" for row in rows))
+
+    def tries(room: object) -> list[Try | Later]:
+        seconds = ("0.5", "1.2", "3.0")
+        later = [Later(f"doctor: SIGINT after {each} s", lambda: _verdict("")) for each in seconds]
+        words = ("pretrain: umask 0", "pretrain: umask 777", "plain")
+        return [*later, *(Try("environment", each, []) for each in words)]
+
+    monkeypatch.setattr(signals, "tries", tries)
+    monkeypatch.setattr(command, "_made", lambda room, each: _verdict(each.what))
+    args = command.parsed(["--only", "signals", "--without", str(file)])
+    made = [each.what for each in command.verdicts(cast(rooms.Room, None), args)]
+    assert made == ["doctor: SIGINT after 3.0 s", "pretrain: umask 0", "plain"]
+
+
+def _verdict(what: str) -> Verdict:
+    return Verdict("a place", what, "done", 0, 0.0, "")
 
 
 @pytest.mark.skipif(bool(rooms.reason_against()), reason=rooms.reason_against())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
 _COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
+# how the description of a signal ends when its trial has been made
+IN_THE_MIDDLE, BEFORE = ", in the middle", ", it had ended before"
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,28 @@ class Later(NamedTuple):
 
     what: str
     make: Callable[[], Verdict]
+
+
+def recorded(file: Path) -> set[tuple[str, str]]:
+    """Return the place and the description of each trial in a file of ``--json``, or in the record."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {(_value(row, "place", "group"), _described(_value(row, "what", "trial"))) for row in rows}
+
+
+def is_recorded(each: Try | Later | Verdict, known: set[tuple[str, str]]) -> bool:
+    """Return whether a trial is among those that ``recorded`` has read; a function has no place yet."""
+    if isinstance(each, Later):
+        return each.what in {what for _, what in known}
+    return (each.place, _described(each.what)) in known
+
+
+def _value(row: dict[str, str], *names: str) -> str:
+    return next(row[name] for name in names if name in row)
+
+
+def _described(what: str) -> str:
+    """Return the description that a trial had before it was made."""
+    return what.removesuffix(IN_THE_MIDDLE).removesuffix(BEFORE)
 
 
 def made(room: Room, given: Try) -> Verdict:
