@@ -18,6 +18,7 @@ from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.evaluation import lm_eval_files, whole_results
+from megatron_npu.pretrain.report import wandb_run
 from megatron_npu.process import python_child
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
@@ -42,7 +43,8 @@ def main(argv: list[str]) -> int:
     """Run lm-eval, and return its exit code.
 
     Raises:
-        UsageError: lm-eval is not installed, or another user can write to code that it would execute.
+        UsageError: lm-eval is not installed, or another user can write to code that it would execute, or to
+            settings that send the account's key of Weights & Biases elsewhere.
     """
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> int:
         )
     asked = lm_eval_files.given(argv)
     lm_eval_files.require_own_code(asked)
+    if asked.wandb_args:
+        wandb_run.tell_of_server("--wandb_args")
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:
         lm_eval_files.require_place(asked)
