@@ -91,7 +91,7 @@ def tries(room: Room) -> Iterator[Try | Later]:
         *("max_length=-1", "max_length=nan", "batch_size=x", "load=/dev/zero", "evil=1", "fp16=x"),
         *("max_length=0", "max_gen_toks=x", "tensor_model_parallel_size=x", "load="),
     ):
-        changed = [*words, "--model_args", f"load={samples.checkpoint},{argument}"]
+        changed = [*words, "--model_args", argument]  # which lm-eval merges with those before
         yield Try(_PLACE, f"--model_args {argument}", changed, REFUSED, limit=300, starts=False)
     yield from _signals(samples, own)
 
