@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import os
@@ -183,6 +184,26 @@ def test_a_run_file_of_another_user_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it has been read"))
     with pytest.raises(UsageError, match="run file"):
         lm_eval_files.require_own_code(lm_eval_files.given(["--config", str(run)]))
+
+
+_RAISES = "def work():\n    raise {}('Tasks not found:\\n nowhere')\n"
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "TypeError", "KeyError", "FileNotFoundError", "ImportError"])
+@pytest.mark.parametrize("module", ["lm_eval.config.evaluate_config", "lm_eval.tasks.manager", "lm_eval.x"])
+def test_input_that_lm_eval_rejects_is_one_line(kind, module, lm_eval, capsys):
+    space = {"__name__": module}
+    exec(_RAISES.format(kind), space)
+    lm_eval(space["work"])
+    words = ["evaluate", "--tasks", "nowhere"]
+    if module == "lm_eval.x":  # which is a fault of the program
+        with pytest.raises(vars(builtins)[kind]):
+            cli.main(words)
+        return
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert f"error: lm-eval rejects its arguments or a task ({kind}: " in told
+    assert told.count("\n") == 1
 
 
 def test_a_metric_that_others_can_write_is_refused(lm_eval, tmp_path, monkeypatch, capsys):
