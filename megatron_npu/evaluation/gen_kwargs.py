@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.evaluation import model_args
 from megatron_npu.generation.sampling.options import Options
 
+_WHERE = "generation_kwargs"
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one counts
 # What says nothing here, with the values that ask for nothing; None: any.
 _WITHOUT_MEANING: dict[str, tuple[object, ...] | None] = {
@@ -45,18 +47,18 @@ class Wish:
             tokens: the default number of tokens.
 
         Raises:
-            UsageError: a keyword is not supported.
+            UsageError: a keyword is not supported, or its value is not a number.
         """
         rest = dict(wanted)
         until = rest.pop("until", None) or []
         lengths = [value for value in (rest.pop(name, None) for name in _LENGTHS) if value is not None]
         temperature = _temperature(rest)
-        top_p = float(rest.pop("top_p", None) or 1.0)
-        top_k = int(rest.pop("top_k", None) or 0)
+        top_p = model_args.real("top_p", rest.pop("top_p", None) or 1.0, _WHERE)
+        top_k = model_args.count("top_k", rest.pop("top_k", None) or 0, _WHERE, least=0)
         _refuse_unknown(rest)
         return cls(
             until=(until,) if isinstance(until, str) else tuple(until),
-            tokens=int((lengths or [tokens])[0]),
+            tokens=model_args.count("max_gen_toks", (lengths or [tokens])[0], _WHERE),
             temperature=temperature,
             top_k=top_k,
             top_p=0.0 if top_p == 1 else top_p,
@@ -90,7 +92,7 @@ def _temperature(rest: dict[str, Any]) -> float:
     When sampling, the default is 1.
     """
     sampled = rest.pop("do_sample", None)
-    temperature = float(rest.pop("temperature", None) or 0.0)
+    temperature = model_args.real("temperature", rest.pop("temperature", None) or 0.0, _WHERE)
     if sampled is None:
         return temperature
     return (temperature or 1.0) if sampled else 0.0

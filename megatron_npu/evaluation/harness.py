@@ -7,10 +7,13 @@ do not need this command; 0.4.13 does not read them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_npu import plugin
@@ -18,11 +21,14 @@ from megatron_npu.base.arg_parser import Parser
 from megatron_npu.base.errors import UsageError
 from megatron_npu.base.installed_packages import is_installed
 from megatron_npu.evaluation import lm_eval_files, whole_results
+from megatron_npu.pretrain.report import wandb_run
 from megatron_npu.process import python_child
 
 MODEL = "megatron_npu"  # as pyproject.toml names the entry point
 TARGET = "megatron_npu.evaluation.lm_eval_model:MegatronNpu"
 _CLOCKS = 60  # seconds that the clock of a shared disk may differ
+_CHECKING = ("lm_eval.config", "lm_eval._cli", "lm_eval.tasks")  # which reject what the user has given
+_REJECTING = (ValueError, TypeError, LookupError, OSError, ImportError)
 _USAGE = """%(prog)s ARGUMENTS...
        torchrun --nproc-per-node N -m megatron_npu evaluate ARGUMENTS..."""
 _DESCRIPTION = """Run lm-eval (pip install 'megatron_npu[eval]') on this machine's device, with
@@ -42,7 +48,8 @@ def main(argv: list[str]) -> int:
     """Run lm-eval, and return its exit code.
 
     Raises:
-        UsageError: lm-eval is not installed, or another user can write to code that it would execute.
+        UsageError: lm-eval is not installed, or another user can write to code that it would execute, or to
+            settings that send the account's key of Weights & Biases elsewhere; or lm-eval rejects its input.
     """
     if argv[:1] in (["-h"], ["--help"]):
         parser().parse_args(argv[:1])
@@ -53,6 +60,8 @@ def main(argv: list[str]) -> int:
     asked = lm_eval_files.given(argv)
     lm_eval_files.require_requests_folder(asked)
     lm_eval_files.require_own_code(asked)
+    if asked.wandb_args:
+        wandb_run.tell_of_server("--wandb_args")
     is_first = os.environ.get("RANK", "0") == "0"  # which alone writes
     if is_first:
         lm_eval_files.require_place(asked)
@@ -68,13 +77,32 @@ def main(argv: list[str]) -> int:
     sys.argv = ["lm_eval", *argv]
     _guard_metrics()
     _guard_children()
-    with whole_results.writing_whole(evaluation_tracker) as lost:
+    with whole_results.writing_whole(evaluation_tracker) as lost, _telling_of_input():
         code = cli_evaluate() or 0
     if not lost and not code and is_first and asked.output_path is not None:
         lost += filter(None, [lm_eval_files.why_lost(asked.output_path, since)])
     for line in lost:
         print(f"megatron-npu evaluate: error: {line}", file=sys.stderr)
     return code or (1 if lost else 0)
+
+
+@contextlib.contextmanager
+def _telling_of_input() -> Iterator[None]:
+    """Raise a ``UsageError`` in place of the errors with which lm-eval rejects arguments and tasks.
+
+    Errors from other parts of lm-eval, and from other packages, keep their tracebacks.
+    """
+    try:
+        yield
+    except _REJECTING as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith(_CHECKING):
+            raise
+        words = " ".join(str(error).split())
+        raise UsageError(
+            f"lm-eval rejects its arguments or a task ({type(error).__name__}: {words})",
+            remedy="Correct the command line, the run file or the task; see `lm_eval run --help`.",
+        ) from error
 
 
 def _guard_metrics() -> None:

@@ -24,6 +24,8 @@ from megatron_npu.base.errors import UsageError
 from megatron_npu.evaluation import whole_results
 
 _CACHE_VARIABLE = "LM_HARNESS_CACHE_PATH"  # of --cache_requests
+_SWITCHES, _OTHERS = "swx", "MaLfbEv"  # lm-eval's other short options, which may stand in one word with these
+_PATHS = ("output_path", "use_cache")
 
 
 def given(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,33 +36,41 @@ def given(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cache_requests", nargs="?", const="true")
     parser.add_argument("--config", "-C")
     parser.add_argument("--include_path")
-    parser.add_argument("--tasks", "-t", nargs="+", default=[])
+    parser.add_argument("--tasks", "-t", nargs="+", action="extend", default=[])
+    parser.add_argument("--wandb_args", nargs="+", action="extend", default=[])
+    for letter in _SWITCHES:
+        parser.add_argument(f"-{letter}", action="store_true")
+    for letter in _OTHERS:
+        parser.add_argument(f"-{letter}")
     try:
         found = parser.parse_known_args(argv)[0]
     except argparse.ArgumentError:  # lm-eval says what is wrong with it
-        absent = ("output_path", "use_cache", "cache_requests", "config", "include_path")
-        return argparse.Namespace(**dict.fromkeys(absent), tasks=[])
+        return parser.parse_args([])
     for name, value in _in_run_file(found.config).items():
         if not getattr(found, name, True):
-            setattr(found, name, Path(str(value)) if name == "output_path" else value)
+            setattr(found, name, Path(str(value)) if name in _PATHS else value)
     return found
 
 
 def _in_run_file(path: str | None) -> dict[str, Any]:
-    """Return the options in a run file; lm-eval says what is wrong with it."""
+    """Return the options in a run file; lm-eval says what is wrong with it.
+
+    The file of another user, which ``require_own_code`` rejects, is not read.
+    """
     if path is None:
         return {}
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_bytes()) if Path(path).is_file() else None
+        is_own = Path(path).is_file() and not files.others(path)
+        content = yaml.safe_load(Path(path).read_bytes()) if is_own else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     found = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}
     requests = found.get("cache_requests")  # lm-eval reads it as its own parser has left it
     if isinstance(requests, dict) and requests.get("cache_requests"):
         found["cache_requests"] = "true"
-    return {name: value for name, value in found.items() if isinstance(value, str | list)}
+    return {name: value for name, value in found.items() if isinstance(value, str | list | dict)}
 
 
 def require_own_code(asked: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from megatron_npu import devices, watchdog
 from megatron_npu.base.errors import UsageError
 from megatron_npu.data.tokenization.hf import HuggingFaceTokenizer, special_token
+from megatron_npu.evaluation import model_args
 from megatron_npu.evaluation.gen_kwargs import Wish
 from megatron_npu.generation import trained_model
 from megatron_npu.generation.chat_template import ChatTemplate
@@ -53,7 +53,7 @@ class MegatronNpu(TemplateLM):
     requests (see ``Leader``); the other processes never leave the constructor.
 
     Args:
-        load: the folder that was given to ``--save``.
+        load: the folder that was given to ``--save``. None, as without ``--model_args``, is rejected.
         vocab_file, merge_file: the current paths of the tokenizer's files, if they have moved.
         fp16, bf16: whether to use this precision in place of the precision of the training run.
         tensor_model_parallel_size, pipeline_model_parallel_size: the number of processes that share each
@@ -73,7 +73,7 @@ class MegatronNpu(TemplateLM):
 
     def __init__(
         self,
-        load: str,
+        load: str | None = None,
         vocab_file: str | None = None,
         merge_file: str | None = None,
         fp16: bool = False,
@@ -88,21 +88,32 @@ class MegatronNpu(TemplateLM):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        _check(unknown, device)
-        self.batch = _BATCH if str(batch_size).startswith("auto") else int(batch_size)
-        self.max_gen_toks = max_gen_toks
+        model_args.require_known(load, unknown, device)
+        is_auto = str(batch_size).startswith("auto")
+        self.batch = _BATCH if is_auto else model_args.count("--batch_size", batch_size, "this evaluation")
+        self.max_gen_toks = model_args.count("max_gen_toks", max_gen_toks)
         self._drawn = 0  # texts, so that a request that is repeated is drawn again
-        sizes = tensor_model_parallel_size, pipeline_model_parallel_size
-        given = CheckpointFlags(str(load), vocab_file, merge_file, fp16, bf16)
+        sizes = _sizes(tensor_model_parallel_size, pipeline_model_parallel_size)
+        precision = model_args.switch("fp16", fp16), model_args.switch("bf16", bf16)
+        longest = None if max_length is None else model_args.count("max_length", max_length)
+        given = CheckpointFlags(str(load), vocab_file, merge_file, *precision)
         self._held = contextlib.ExitStack()
         atexit.register(self.close)
         self._model = self._enter(given, sizes)
-        self.max_length = max_length or self._model.sampler.positions
+        self.max_length = longest or self._model.sampler.positions
         if self.max_length > self._model.sampler.positions:
             raise UsageError(
                 f"max_length in --model_args must be at most {self._model.sampler.positions}, the number of "
                 f"positions of the model, but got {max_length}. Lower max_length."
             )
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> Any:
+        """Create the model from ``--model_args`` and the options beside it, as lm-eval does."""
+        model_args.require_once(arg_dict, additional_config or {})
+        return super().create_from_arg_obj(arg_dict, additional_config)
 
     def close(self) -> None:
         """Free the model, and end the other processes.
@@ -345,25 +356,11 @@ class MegatronNpu(TemplateLM):
         ]
 
 
-def _check(unknown: dict[str, Any], device: str | None) -> None:
-    if unknown:
-        raise UsageError(
-            f"unknown key {next(iter(unknown))} in --model_args; the supported keys are load, vocab_file, "
-            "merge_file, fp16, bf16, tensor_model_parallel_size, pipeline_model_parallel_size, max_length "
-            "and max_gen_toks. Remove it."
-        )
-    here = devices.current().torch_device()
-    # lm-eval's default is cuda:0, which means this machine's device here
-    if device is not None and torch.device(device).type not in ("cuda", here.type):
-        raise UsageError(
-            f"--device must be {here.type}, the device of this process, but got {device}. Select the device "
-            "with MEGATRON_NPU_DEVICE."
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_initialized():
-        raise UsageError(
-            "a process group already exists, but the evaluation must create its own. Start the processes "
-            "with torchrun."
-        )
+def _sizes(tensor: int | None, pipeline: int | None) -> tuple[int | None, int | None]:
+    """Return the two parallel sizes of ``--model_args`` as numbers, or None where none is given."""
+    given = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    found = [None if value is None else model_args.count(name, value) for name, value in given.items()]
+    return found[0], found[1]
 
 
 def _require(context: list[int], continuation: list[int], longest: int) -> None:

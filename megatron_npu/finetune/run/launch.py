@@ -213,8 +213,6 @@ def _exit_code(failed: object) -> int:
     if code == -signal.SIGKILL:
         what = f"rank {first.local_rank} was killed; the machine may have run out of memory"
     elif code in _CRASHES:
-        what += (
-            ". Set PYTHONFAULTHANDLER=1 to see where; variables such as TORCH_DISTRIBUTED_DEBUG may be why."
-        )
+        what += "; it has printed where. Variables such as TORCH_DISTRIBUTED_DEBUG may be the cause."
     print(f"megatron-npu train: {what}", file=sys.stderr)
     return 128 - code

@@ -35,7 +35,7 @@ class WandbRun:
     def __init__(self, flags: WandbFlags) -> None:
         import wandb
 
-        _tell_of_server()
+        tell_of_server("--wandb-project")
         place = Path(flags.place)
         place.mkdir(parents=True, exist_ok=True)
         further: dict[str, Any] = {"entity": flags.wandb_entity} if flags.wandb_entity else {}
@@ -117,10 +117,13 @@ def _words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _tell_of_server() -> None:
+def tell_of_server(flag: str) -> None:
     """Print the address of the server that wandb's settings file in the working directory selects.
 
     That server receives the key of the user's account.
+
+    Args:
+        flag: the flag that starts a run of wandb.
 
     Raises:
         UsageError: another user could have written these settings.
@@ -131,7 +134,7 @@ def _tell_of_server() -> None:
             continue
         if wrong := files.others(path) or files.others(path.parent):
             raise UsageError(
-                f"--wandb-project reads {path} in {Path.cwd()}, which {wrong}; the settings must be "
+                f"{flag} reads {path} in {Path.cwd()}, which {wrong}; the settings must be "
                 "writable only by this user, because they can send the account's key to another server",
                 remedy="Work in another directory, remove the file, or run chmod go-w on it and its folder.",
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
+import os
 import pickle
 import signal
 import time
@@ -30,6 +32,8 @@ doc_to_target: "{{{{' '+text.split(' ')[-1]}}}}"
 metric_list: [{{metric: {metric}}}]
 {more}
 """
+# what forks share; lm-eval's evaluations import it
+_SHARED = ("lm_eval.evaluator", "lm_eval.models", "lm_eval.tasks", "megatron_npu.evaluation.lm_eval_model")
 _PLAIN = "{{text.split(' ')[:-1]|join(' ')}}"
 _ESCAPE = "{{{{ cycler.__init__.__globals__.os.close(cycler.__init__.__globals__.os.open('{}',65)) }}}}"
 _DAMAGED = (
@@ -47,6 +51,9 @@ def tries(room: Room) -> Iterator[Try | Later]:
     """Yield evaluations, if lm-eval is installed."""
     if importlib.util.find_spec("lm_eval") is None:
         return
+    os.environ["HOME"] = str(room.home)  # where the packages that a fork shares look for their caches
+    for name in _SHARED:
+        importlib.import_module(name)
     samples = Samples(room)
     own = room.folder / "tasks"
     own.mkdir(exist_ok=True)
@@ -59,6 +66,8 @@ def tries(room: Room) -> Iterator[Try | Later]:
     for task in ("theirs", "list", "mine,theirs", "./theirs", "theirs/theirs.yaml", "theirs/*.yaml"):
         what = f"--tasks {task} in a stranger's working directory"
         yield Try(_PLACE, what, evaluate(samples, task), REFUSED, cwd=folder, limit=400)
+    for what, typed in _typed(words).items():
+        yield Try(_PLACE, f"{what} in a stranger's working directory", typed, REFUSED, cwd=folder, limit=400)
     for name, more in _words(folder).items():
         yield Try(_PLACE, name, evaluate(samples, "theirs", *more), REFUSED, limit=400)
     for word in ("ls tasks", "validate --tasks theirs"):
@@ -78,9 +87,12 @@ def tries(room: Room) -> Iterator[Try | Later]:
             _PLACE, f"{name} of another", [*words, "--cache_requests", "true"], expected, variables=variables
         )
     yield from _damaged(samples, own)
-    for argument in ("max_length=-1", "max_length=nan", "batch_size=x", "load=/dev/zero", "evil=1", "fp16=x"):
-        changed = [*words, "--model_args", f"load={samples.checkpoint},{argument}"]
-        yield Try(_PLACE, f"--model_args {argument}", changed, REFUSED, limit=300)
+    for argument in (
+        *("max_length=-1", "max_length=nan", "batch_size=x", "load=/dev/zero", "evil=1", "fp16=x"),
+        *("max_length=0", "max_gen_toks=x", "tensor_model_parallel_size=x", "load="),
+    ):
+        changed = [*words, "--model_args", argument]  # which lm-eval merges with those before
+        yield Try(_PLACE, f"--model_args {argument}", changed, REFUSED, limit=300, starts=False)
     yield from _signals(samples, own)
 
 
@@ -121,11 +133,25 @@ def _hostile(samples: Samples) -> Path:
         for each in (folder / place, *(folder / place).rglob("*")):
             if each.is_dir():
                 (each / "__init__.py").write_text(code)
+    (folder / "wandb").mkdir(exist_ok=True)
+    (folder / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
     (folder / "cache_rank0.db").write_bytes(pickle.dumps(Runs(mark)))
     (folder / "requests.pickle").write_bytes(pickle.dumps(Runs(mark)))
     run = {"include_path": str(folder / "theirs"), "use_cache": str(folder / "cache")}
     (folder / "run.yaml").write_text(json.dumps(run))
     return room.give(folder)
+
+
+def _typed(words: list[str]) -> dict[str, list[str]]:
+    """Return what else can be typed, such as other ways to name a stranger's tasks."""
+    return {
+        "--tasks theirs --tasks mine": [words[0], "--tasks", "theirs/theirs.yaml", *words[1:]],
+        "-wt theirs": [*words, "-wt", "theirs/theirs.yaml"],
+        "--device evil": [*words, "--device", "evil;x"],
+        "--batch_size 0": [*words, "--batch_size", "0"],
+        "--tasks nowhere": [words[0], *words[1:], "--tasks", "nowhere"],
+        "--wandb_args": [*words, "--wandb_args", "project=mine,mode=offline"],
+    }
 
 
 def _words(folder: Path) -> dict[str, list[str]]:
@@ -162,7 +188,8 @@ def _damaged(samples: Samples, own: Path) -> Iterator[Try]:
         change = hostile_checkpoints.CHECKPOINTS[name]
         folder = samples.changed_checkpoint(f"evaluated {name}", change, room.mark(name))
         words = evaluate(samples, "mine", "--include_path", str(own), "--model_args", f"load={folder}")
-        yield Try(_PLACE, f"a checkpoint of another account: {name}", words, REFUSED, limit=400)
+        what = f"a checkpoint of another account: {name}"
+        yield Try(_PLACE, what, words, REFUSED, limit=400, starts=False)
 
 
 def _signals(samples: Samples, own: Path) -> Iterator[Later]:

@@ -35,6 +35,7 @@ SAID = "megatron-npu x: error: y"
         (Ended(0, "fine", ""), REFUSED, [], "silent"),
         (Ended(0, "fine", "warning: odd"), REFUSED, [], "done"),
         (Ended(0, "3 skipped (for npu, …) | number of skipped iterations: 0", ""), REFUSED, [], "silent"),
+        (Ended(0, "", "2026-11-28:09:08:52 WARNING  [_cli.utils:188] Overwriting"), REFUSED, [], "silent"),
         (Ended(0, "fine", ""), EITHER, [], "done"),
         (Ended(2, "\x1b[2J", SAID), REFUSED, [], "control"),
     ],

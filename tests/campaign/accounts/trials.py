@@ -20,13 +20,15 @@ from tests.campaign.accounts.rooms import Room
 REFUSED, DONE, EITHER = "refused", "done", "either"
 FAULTS = ("executed", "silent", "orphan", "traceback", "hung", "unnamed", "crash", "denied", "control")
 _CONTROL = ("\x1b", "\x07", "\x9b")  # characters on which a terminal acts
-_COUNTS = re.compile(r"number of skipped iterations|\d+ skipped \(for ")
 # a report may show a stack without its first line; that of SIGUSR1 has no comma behind the file
 _STACK = re.compile(r"Traceback \(most recent|^\s*File \".+\", line \d+, in ", re.MULTILINE)
 # of a launcher whose rank has crashed
 _CRASHES = [
     128 + each for each in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 ]
+_COUNTS = re.compile(
+    r"number of skipped iterations|\d+ skipped \(for |^\d{4}-\d\d-\d\d:[\d:]+ +warning .*$", re.MULTILINE
+)  # and warnings of lm-eval, which has one in most logs
 _SETTLING = 8.0  # seconds in which children may end behind their parents, with a core for each process
 _TOLD = 1500  # characters of what was said
 # how the description of a signal ends when its trial has been made

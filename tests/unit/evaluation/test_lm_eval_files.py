@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import os
@@ -145,6 +146,9 @@ WORDS = {
     "a folder of tasks": (["--include_path", "mine"], "task file mine "),
     "a run file": (["--config", "mine/run.yaml"], "run file mine/run.yaml "),
     "a folder in a run file": (["--config", "run.yaml"], "task file mine "),
+    "before other tasks": (["--tasks", "mine", "--tasks", "other"], "task file mine "),
+    "an option in one word with another": (["-wt", "mine"], "task file mine "),
+    "an option in one word with two others": (["-sxcmine/cache"], "cache mine/cache_rank0.db "),
     "a cache in a run file": (["-C", "cached.yaml"], "cache mine/cache_rank0.db "),
 }
 
@@ -170,6 +174,69 @@ def test_tasks_that_others_can_write_are_refused(way, lm_eval, tmp_path, monkeyp
         path.chmod(0o755 if path.is_dir() else 0o644)
     assert cli.main(["evaluate", "--model", "dummy", *words]) == 0
     assert ran == [way]
+
+
+@pytest.mark.parametrize("way", ["--wandb_args", "--config"])
+def test_settings_of_wandb_that_others_can_write_are_refused(way, lm_eval, tmp_path, monkeypatch, capsys):
+    """wandb takes the address of its server from the working directory, and sends the account's key to it."""
+    pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    Path("wandb").mkdir()
+    Path("wandb/settings").write_text("[default]\nbase_url = http://example.invalid\n")
+    Path("run.yaml").write_text("wandb_args: {project: mine}\n")
+    Path("run.yaml").chmod(0o644)
+    ran = []
+    lm_eval(lambda: ran.append(way))
+    words = ["evaluate", "--tasks", "other", way, "run.yaml" if way == "--config" else "project=mine"]
+    Path("wandb").chmod(0o777)
+    assert cli.main(words) == 2
+    assert "--wandb_args reads wandb/settings" in capsys.readouterr().err
+    assert not ran
+    for path in (Path("wandb"), Path("wandb/settings")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert cli.main(words) == 0
+    assert "the server is http://example.invalid" in capsys.readouterr().out
+    assert ran == [way]
+
+
+@pytest.mark.parametrize("name", ["use_cache", "output_path", "include_path", "tasks", "wandb_args"])
+@pytest.mark.parametrize("value", ["[one, [two]]", "{one: 2}", "3", "null"])
+def test_a_value_of_another_kind_in_a_run_file_is_left_to_lm_eval(name, value, tmp_path):
+    pytest.importorskip("yaml")
+    run = tmp_path / "run.yaml"
+    run.write_text(f"{name}: {value}\n")
+    lm_eval_files.require_own_code(lm_eval_files.given(["--config", str(run)]))
+
+
+def test_a_run_file_of_another_user_is_not_read(tmp_path, monkeypatch):
+    """It may be as large, and as nested, as that user likes."""
+    run = tmp_path / "run.yaml"
+    run.write_text("tasks: mine\n")
+    run.chmod(0o666)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it has been read"))
+    with pytest.raises(UsageError, match="run file"):
+        lm_eval_files.require_own_code(lm_eval_files.given(["--config", str(run)]))
+
+
+_RAISES = "def work():\n    raise {}('Tasks not found:\\n nowhere')\n"
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "TypeError", "KeyError", "FileNotFoundError", "ImportError"])
+@pytest.mark.parametrize("module", ["lm_eval.config.evaluate_config", "lm_eval.tasks.manager", "lm_eval.x"])
+def test_input_that_lm_eval_rejects_is_one_line(kind, module, lm_eval, capsys):
+    space = {"__name__": module}
+    exec(_RAISES.format(kind), space)
+    lm_eval(space["work"])
+    words = ["evaluate", "--tasks", "nowhere"]
+    if module == "lm_eval.x":  # which is a fault of the program
+        with pytest.raises(vars(builtins)[kind]):
+            cli.main(words)
+        return
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert f"error: lm-eval rejects its arguments or a task ({kind}: " in told
+    assert told.count("\n") == 1
 
 
 def test_a_metric_that_others_can_write_is_refused(lm_eval, tmp_path, monkeypatch, capsys):
