@@ -90,10 +90,17 @@ def made() -> Iterator[Callable[[], list[str]]]:
     os.close(watch)
 
 
+needs_moves = pytest.mark.skipif(
+    not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+    reason="this torch moves a tensor to shared memory in C++ alone, under a name",
+)
+
+
 def batches(collate: Any, workers: int) -> Any:
     return iter(DataLoader(Rows(), batch_size=2, num_workers=workers, collate_fn=collate))
 
 
+@needs_moves
 @pytest.mark.usefixtures("nameless")
 @pytest.mark.parametrize("collate", [stacked, first])
 def test_a_batch_passes_without_a_name_in_shared_memory(collate: Any, made: Callable[[], list[str]]) -> None:
@@ -217,6 +224,7 @@ def test_an_error_of_the_queue_makes_no_files(monkeypatch: pytest.MonkeyPatch) -
     assert made == []
 
 
+@needs_moves
 @pytest.mark.usefixtures("nameless")
 def test_a_tensor_that_is_shared_stays_where_its_views_look() -> None:
     whole = torch.arange(6)
@@ -251,6 +259,7 @@ def test_who_goes_away_in_a_hand_over_or_is_another_user_gets_nothing(
         os.close(descriptor)
 
 
+@needs_moves
 def test_at_the_end_torch_and_python_are_as_they_were() -> None:
     def looked_at() -> list[object]:
         storage = vars(torch.UntypedStorage)
