@@ -79,6 +79,18 @@ def told_of_files(error: OSError) -> str:
     return f"{printable(str(error))}. {remedy}"
 
 
+def told_of_compiler(error: Exception) -> str:
+    """Return the line about an error of torch.compile whose compiler found a full disk, or an empty text."""
+    line = next((each for each in str(error).splitlines() if "No space left on device" in each), "")
+    is_of_compiler = "CompileError" in str(error) or "Inductor" in type(error).__name__
+    if not line or not is_of_compiler:
+        return ""
+    return (
+        f"torch.compile's C++ compiler failed: {printable(line.strip())}. Free space in the folder for "
+        "temporary files, or set TMPDIR to another one."
+    )
+
+
 def either(names: Iterable[object]) -> str:
     """Join names with commas and "or" for use in a sentence, as in ``a``, ``a or b``, or ``a, b or c``."""
     *others, last = map(str, names)

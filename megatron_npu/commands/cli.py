@@ -292,7 +292,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return str(errors.no_processes()), 2
     if isinstance(error, OSError) and errors.is_of_files(error):
         return errors.told_of_files(error), 1
-    return None
+    return (told, 1) if (told := errors.told_of_compiler(error)) else None
 
 
 def _say(text: str, code: int) -> int:

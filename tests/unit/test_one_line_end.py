@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 
 import pytest
+from torch._inductor import exc
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from megatron_npu.base import errors
@@ -208,3 +209,14 @@ os._exit(0)
         [sys.executable, *unbuffered, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.endswith("whole line\n")
+
+
+def test_a_compiler_that_finds_the_disk_full_is_told_in_one_line() -> None:
+    line = "main.cpp:128:1: fatal error: writing to /t/c.s: No space left on device"
+    full = exc.InductorError(exc.CppCompileError(["g++", "main.cpp"], f"error\n\n{line}\n"), None)
+    told, code = cli._ended_by(full, "train") or ("", 0)
+    assert told.startswith(f"torch.compile's C++ compiler failed: {line}. Free space in the folder")
+    assert code == 1
+    other = exc.InductorError(exc.CppCompileError(["g++", "main.cpp"], "undefined symbol"), None)
+    assert cli._ended_by(other, "train") is None
+    assert cli._ended_by(RuntimeError("No space left on device"), "train") is None  # no compiler's

@@ -14,7 +14,7 @@ from megatron_npu import devices, plugin
 from megatron_npu.base.errors import UsageError
 from megatron_npu.checkpoint_files import checksums, stranger_weights
 from megatron_npu.generation.sampling.without_prediction import without_prediction
-from megatron_npu.pretrain.checkpoint import checkpoints, described, stock_checkpoints
+from megatron_npu.pretrain.checkpoint import checkpoint_files, checkpoints, described, stock_checkpoints
 from megatron_npu.pretrain.data import tokenizers
 from megatron_npu.pretrain.data.tokenizers import Tokenizer
 from megatron_npu.pretrain.flags import derive
@@ -23,6 +23,11 @@ from megatron_npu.pretrain.flags.frozen_flags import Flags
 from megatron_npu.pretrain.flags.plan_parts import ModelFlags, TokenizerFlags
 from megatron_npu.pretrain.model import gpt as model
 from megatron_npu.pretrain.run import host_memory, initialize, layout
+
+_ANOTHER = (
+    f"Write the iteration of an undamaged checkpoint to {checkpoint_files.TRACKER}; "
+    "`megatron-npu checkpoint verify` compares all of them."
+)
 
 
 @contextlib.contextmanager
@@ -83,7 +88,7 @@ def restored(
                 parameter.data = torch.empty_like(parameter, dtype=stored)
         _require_memory(gpt, load)
         gpt = model.on_device(args, config, gpt)
-        with checksums.verifying(found.path):
+        with checksums.verifying(found.path, _ANOTHER):
             checkpoints.load_weights([gpt], found.path)
         stranger_weights.tell_of_loaded(found.path, [gpt])
         with without_prediction([model.unwrap(gpt)]):
