@@ -21,6 +21,10 @@ from megatron_npu.sim import cache
 
 # torch_npu imports these at start without torch being able to do without them.
 _PURE_PYTHON_NEEDS = {"yaml": "pyyaml", "setuptools": "setuptools"}
+_CPU_BUILDS = "--index-url https://download.pytorch.org/whl/cpu"
+_OF_CUDA = re.compile(r"^cuda\b.*= *'(.+)'", re.MULTILINE)  # in torch's version.py; None in a CPU build
+# torch_npu 2.13 aborts beside libtorch_cuda, which has registered pinned_reserve_segment_size_mb before it.
+_FIRST_THAT_ABORTS = (2, 13)
 
 
 def package_directory(name: str) -> Path | None:
@@ -50,8 +54,8 @@ def torch_directory() -> Path:
     directory = package_directory("torch")
     if directory is None:
         raise UsageError(
-            f"torch is not installed in {sys.prefix}, but the simulator requires its CPU build. Install it "
-            "first: pip install torch"
+            f"torch is not installed in {sys.prefix}, but the simulator requires its CPU build",
+            remedy=f"Install it first: pip install torch {_CPU_BUILDS}",
         )
     return directory
 
@@ -62,10 +66,12 @@ def prepare() -> Path:
     torch_npu is downloaded if necessary.
 
     Raises:
-        UsageError: there is no wheel for this torch and Python, it cannot be downloaded, or the directory
-            given in the settings contains no wheel, or a wheel for another torch.
+        UsageError: torch was built for CUDA; there is no wheel for this torch and Python; it cannot be
+            downloaded; or the directory given in the settings contains none, or one for another torch.
     """
-    version = version_of(torch_directory()).partition("+")[0]
+    torch = torch_directory()
+    version = version_of(torch).partition("+")[0]
+    _require_cpu_build(torch, version)
     given = settings.SIM_SITE.get()
     if given:
         site = Path(given).expanduser().absolute()
@@ -73,6 +79,16 @@ def prepare() -> Path:
         return site
     tag = f"{sys.implementation.cache_tag}-{platform.machine()}"
     return cache.prepared(f"site-{version}-{tag}", lambda directory: _install(directory, version))
+
+
+def _require_cpu_build(torch: Path, version: str) -> None:
+    cuda = _OF_CUDA.search((torch / "version.py").read_text(encoding="utf-8"))
+    if cuda and tuple(map(int, version.split(".")[:2])) >= _FIRST_THAT_ABORTS:
+        raise UsageError(
+            f"the simulator requires the CPU build of torch, but torch {version} in {torch.parent} was built "
+            f"for CUDA {cuda[1]}",
+            remedy=f"In a separate environment: pip install torch=={version} {_CPU_BUILDS}",
+        )
 
 
 def _require_fit(site: Path, torch_version: str) -> None:

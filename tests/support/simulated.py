@@ -89,7 +89,7 @@ def unavailable() -> str | None:
     try:
         site.prepare()
     except UsageError as error:
-        return f"no torch_npu wheel for the simulated Ascend: {error}"
+        return f"the simulated Ascend cannot be prepared: {error}"
     return None
 
 

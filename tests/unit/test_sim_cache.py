@@ -11,7 +11,7 @@ import pytest
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning.fake_cuda import library
 from megatron_npu.process import user_cache
-from megatron_npu.sim import cache
+from megatron_npu.sim import cache, site
 
 
 def test_another_folder_cannot_be_put_in_its_place(tmp_path: Path, monkeypatch) -> None:
@@ -34,6 +34,19 @@ def test_a_cache_that_is_mounted_noexec_is_told_in_one_line(tmp_path: Path, monk
     monkeypatch.setattr(library, "_build", lambda folder: pytest.fail("it has been compiled"))
     with pytest.raises(UsageError, match=r"mounted noexec.*Set another folder with MEGATRON_NPU_SIM_CACHE"):
         library.built()
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_a_build_for_cuda_is_told_before_torch_npu_aborts(tmp_path: Path, monkeypatch, cuda) -> None:
+    """PyPI's torch for Linux on x86-64: "Duplicated key 'pinned_reserve_segment_size_mb'", SIGABRT."""
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "version.py").write_text(f"__version__ = '2.13.0+cu130'\ncuda: Optional[str] = {cuda!r}\n")
+    monkeypatch.setattr(site, "torch_directory", lambda: torch)
+    monkeypatch.setenv("MEGATRON_NPU_SIM_SITE", str(tmp_path))
+    told = "requires the CPU build of torch, but torch 2.13.0 .* CUDA 13.0" if cuda else "contains torch_npu"
+    with pytest.raises(UsageError, match=told):
+        site.prepare()
 
 
 def test_a_hidden_proc_is_told_in_one_line_before_there_are_ranks(tmp_path: Path, monkeypatch) -> None:

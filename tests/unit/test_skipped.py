@@ -18,7 +18,7 @@ from tests.support import skipped
         ("Skipped: no tree of megatron_core 0.13.1: run `bash scripts/get_megatron.sh`", "a Megatron tree"),
         ("Skipped: no checkouts/megatron_core-0.12.1: run scripts/get_megatron.sh", "a Megatron tree"),
         ("no C++ compiler: the simulated Ascend cannot be built", "the simulated Ascend"),
-        ("no torch_npu wheel for the simulated Ascend: no network", "the simulated Ascend"),
+        ("the simulated Ascend cannot be prepared: no network", "the simulated Ascend"),
         ("Skipped: could not import 'transformers': No module named 'transformers'", "a package"),
         ("Skipped: no gpt2-vocab.json and gpt2-merges.txt in ../shared/data", "data"),
         ("Skipped: needs an NPU", "an NPU"),
