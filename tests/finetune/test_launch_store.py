@@ -56,7 +56,7 @@ def test_a_pickle_in_the_store_is_not_executed(monkeypatch, tmp_path) -> None:
 def test_a_log_level_with_which_torch_crashes_is_refused(monkeypatch) -> None:
     """Found by the campaign: torch 2.13 ends with SIGSEGV where DDP is built, also without this package."""
     if "forward_sync_buffers" not in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
-        pytest.skip("an older torch, of which this is not known")
+        pytest.skip("the case: an older torch, of which this is not known")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)

@@ -92,7 +92,7 @@ def made() -> Iterator[Callable[[], list[str]]]:
 
 needs_moves = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
-    reason="this torch moves a tensor to shared memory in C++ alone, under a name",
+    reason="the case: this torch moves a tensor to shared memory in C++ alone, under a name",
 )
 
 
