@@ -79,8 +79,16 @@ def told_of_files(error: OSError) -> str:
     return f"{printable(str(error))}. {remedy}"
 
 
-def told_of_compiler(error: Exception) -> str:
-    """Return the line about an error of torch.compile whose compiler found a full disk, or an empty text."""
+def told_of_disk(error: Exception) -> str:
+    """Return the line about an error of a file system, also of one that a compiler met; otherwise an empty
+    text.
+    """
+    if isinstance(error, OSError) and is_of_files(error):
+        return told_of_files(error)
+    return _told_of_compiler(error)
+
+
+def _told_of_compiler(error: Exception) -> str:
     line = next((each for each in str(error).splitlines() if "No space left on device" in each), "")
     is_of_compiler = "CompileError" in str(error) or "Inductor" in type(error).__name__
     if not line or not is_of_compiler:

@@ -290,9 +290,7 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2
-    if isinstance(error, OSError) and errors.is_of_files(error):
-        return errors.told_of_files(error), 1
-    return (told, 1) if (told := errors.told_of_compiler(error)) else None
+    return (told, 1) if (told := errors.told_of_disk(error)) else None
 
 
 def _say(text: str, code: int) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import importlib.util
 import json
 import os
 import stat
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_npu.base import files
+from megatron_npu.base import files, installed_packages
 from megatron_npu.base.errors import UsageError
 from megatron_npu.evaluation import whole_results
 
@@ -113,7 +112,7 @@ def _requests_folder() -> Path:
     """Return the folder in which lm-eval caches the requests of tasks, by default in its package."""
     if place := os.environ.get(_CACHE_VARIABLE):
         return Path(place).absolute()
-    package = importlib.util.find_spec("lm_eval")
+    package = installed_packages.spec_of("lm_eval")
     folders = list(package.submodule_search_locations or ()) if package else []
     return Path(*folders[:1], "caching", ".cache").resolve()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests import conftest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted on Linux only")
-MANY = conftest._IDLE + 1  # each has a thread
+MANY = conftest._IDLE + 20  # each has a thread; some of earlier tests may end meanwhile
 
 
 def _loops() -> int:
@@ -52,7 +52,7 @@ def test_all_of_them_share_the_thread_that_wakes(threads: list[int]) -> None:
     """A hundred times per second; by default, each group has one."""
     before, with_groups, loops = threads
     assert loops <= 1
-    assert with_groups - before >= MANY
+    assert with_groups - before > conftest._IDLE
 
 
 def test_a_group_of_a_cached_embedding_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
