@@ -228,12 +228,17 @@ def others(path: str | Path) -> str:
         status = os.stat(path)
     except FileNotFoundError:
         return ""
-    if status.st_uid not in (os.geteuid(), _ROOT):
+    if is_of_others(status):
         return f"belongs to user {status.st_uid}"
     if status.st_mode & stat.S_IWOTH:
         return "can be written by anyone"
     shared = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
     return f"can be written by group {status.st_gid}" if shared else ""
+
+
+def is_of_others(status: os.stat_result) -> bool:
+    """Return True if a file belongs to neither root nor the current user."""
+    return status.st_uid not in (os.geteuid(), _ROOT)
 
 
 def is_writable_by_others(status: os.stat_result) -> bool:

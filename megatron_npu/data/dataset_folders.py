@@ -1,7 +1,8 @@
 """Check that the files in a data folder cannot make ``datasets`` read data from another place.
 
 The header of a ``README.md`` names data files, and ``state.json`` names the files written by
-``save_to_disk``. In both files, ``datasets`` also accepts paths outside the folder and web addresses.
+``save_to_disk``. In both files, ``datasets`` also accepts paths outside the folder and web addresses. A link
+of another user may lead to a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def require_own_files(folder: Path, given: str) -> None:
         given: the flag and its value, used in the error message.
 
     Raises:
-        UsageError: a file of the folder refers to a path outside the folder.
+        UsageError: a file of the folder refers to a path outside the folder, or a link leads there.
     """
+    require_no_link_of_others(folder, given)
     splits = _texts(_content(folder / "dataset_dict.json").get("splits"))
     for split in splits:
         _require(_is_own(split), folder / "dataset_dict.json", split, given)
@@ -47,11 +49,16 @@ def own_files_alone(name: str, given: str) -> Iterator[None]:
     Args:
         name: the folder, or the name on the hub.
         given: the flag and its value, used in the error message.
+
+    Raises:
+        UsageError: a link leads out of the folder; or, in the block, a data file is outside of it.
     """
     from datasets import data_files
 
     resolve = data_files.resolve_pattern
     folder = Path(name).resolve() if Path(name).is_dir() else None
+    if folder:
+        require_no_link_of_others(folder, given)
 
     def resolve_inside(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
         place = f"{folder}/README.md" if folder else f"the card of {name}"
@@ -63,6 +70,37 @@ def own_files_alone(name: str, given: str) -> Iterator[None]:
         yield
     finally:
         data_files.resolve_pattern = resolve
+
+
+def require_no_link_of_others(folder: Path, given: str) -> None:
+    """Check that no link of another user leads from a folder to a place outside of it.
+
+    Links of this user and of root, such as those of the hub's cache, may lead anywhere.
+
+    Args:
+        folder: the folder, which is searched with its subfolders.
+        given: the flag and its value, used in the error message.
+
+    Raises:
+        UsageError: there is such a link.
+    """
+    whole = folder.resolve()
+    for place, folders, names in os.walk(whole):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            if path.is_symlink() and files.is_of_others(path.lstat()) and not _leads_inside(path, whole):
+                raise UsageError(
+                    f"{given}: {path} is a link of user {path.lstat().st_uid} to {os.readlink(path)!r}, "
+                    "which is outside the folder",
+                    "a folder whose files refer only to files in it",
+                    "Put the file into the folder, or pass the file itself if you want to read it.",
+                )
+
+
+def _leads_inside(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # a loop, which leads nowhere
+        return True
 
 
 def _is_inside(pattern: str, base: str, folder: Path | None) -> bool:

@@ -65,3 +65,21 @@ def test_train(tmp_path, fits):
         f"megatron-npu train: warning: 100{WARNS}the training data are unknown to the tokenizer of {folder}"
     )
     assert (told in done.stderr) is not fits
+
+
+def test_train_with_a_tokenizer_that_leaves_the_words_out(tmp_path):
+    folder = tiny_models.bert(tmp_path / "bert", "ForSequenceClassification")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (folder / "vocab.txt").write_text("\n".join(tiny_models.WORDS) + "\n")  # which RoBERTa's does not read
+    added = {"5": {"content": "<dog>", "special": False}}
+    own = {"tokenizer_class": "RobertaTokenizer", "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    rows = "".join(f"{' '.join(tiny_models.WORDS[:8])},{number % 2}\n" for number in range(40))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    line = f"--task sequence_classification --pretrained-model-name-or-path {folder}"
+    line += f" --data-path {tmp_path}/rows.csv --train-iters 1 --seq-length 16"
+    done = train_runs.train(*line.split())
+    assert done.returncode == 0, done.stderr
+    told = "warning: the first texts of the training data have only special tokens of the tokenizer of"
+    assert f"megatron-npu train: {told} {folder}" in done.stderr

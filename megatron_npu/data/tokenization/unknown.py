@@ -21,3 +21,18 @@ def warning(unknown: int, tokens: int, data: str, tokenizer: str) -> str:
         f"warning: {unknown / tokens:.0%} of the tokens of {data} are unknown to {tokenizer}, so the "
         "model cannot learn them. Check that the vocabulary fits this text and this type of tokenizer."
     )
+
+
+def no_words(data: str, tokenizer: str) -> str:
+    """Return the warning for texts of which nothing is left but special tokens.
+
+    A tokenizer without an unknown token leaves out the words that it does not know.
+
+    Args:
+        data: a description of the encoded data.
+        tokenizer: the tokenizer's file or folder, with the flag that names it.
+    """
+    return (
+        f"warning: the first texts of {data} have only special tokens of {tokenizer}, so the model cannot "
+        "learn them. Check that the vocabulary fits this text and this type of tokenizer."
+    )

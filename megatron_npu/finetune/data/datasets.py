@@ -240,6 +240,7 @@ def _files_of_parts(folder: Path) -> dict[str, list[Path]]:
     behavior: ``validation.csv`` and ``dev.csv`` are not combined, and ``validation_mismatched.csv`` does not
     belong to ``validation``.
     """
+    dataset_folders.require_no_link_of_others(folder, f"--data-path {folder}")
     every = [path for path in sorted(folder.iterdir()) if path.suffix in _FORMATS and path.is_file()]
     parts: dict[str, list[Path]] = {}
     for part, names in _PARTS.items():

@@ -187,16 +187,19 @@ class Task(Declaration):
         return found
 
     def _warn_of_unknown_tokens(self, examples: Any) -> None:
-        """Warn if most tokens of the first examples are unknown to the tokenizer."""
-        unknown = getattr(self.tokenizer, "unk_token_id", None)
-        if self.args.rank != 0 or unknown in (None, self.tokenizer.eos_token_id):
-            return
-        around = {*self.tokenizer.all_special_ids} - {unknown}
+        """Warn if most tokens of the first examples are unknown to the tokenizer, or if there are none."""
         rows = examples[: unknown_tokens.SAMPLES].get("input_ids", [])
+        if self.args.rank != 0 or not rows:
+            return
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        if unknown == self.tokenizer.eos_token_id:  # GPT-2's is both, and stands for the end only
+            unknown = None
+        around = {*self.tokenizer.all_special_ids} - {unknown}
         tokens = [token for row in rows for token in row if token not in around]
         name = f"the tokenizer of {self.args.pretrained_model_name_or_path}"
         name += f" ({type(self.tokenizer).__name__})"
-        if told := unknown_tokens.warning(tokens.count(unknown), len(tokens), "the training data", name):
+        told = unknown_tokens.warning(tokens.count(unknown), len(tokens), "the training data", name)
+        if told := told if tokens else unknown_tokens.no_words("the training data", name):
             print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_npu.base.errors import UsageError
+from megatron_npu.data import dataset_folders
 from megatron_npu.data.preprocessing import command
 from megatron_npu.finetune.data import datasets
 from tests.conftest import Vocabulary
@@ -135,3 +138,28 @@ def test_a_saved_split_lies_in_its_folder(read: Read, folder: Path) -> None:
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["../other"]}')
     with pytest.raises(UsageError, match=r"'\.\./other', which is outside its folder"):
         read(folder / "saved")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a link to another user")
+@pytest.mark.parametrize("way", ["inside", "train.jsonl"], ids=["folder", "file"])
+def test_a_link_of_a_stranger_leads_nowhere_else(read: Read, folder: Path, way: str) -> None:
+    shutil.rmtree(folder / "inside")
+    link = folder / way
+    link.symlink_to(folder.parent / "rows.jsonl" if way == "train.jsonl" else folder.parent / "other")
+    (folder.parent / "other").mkdir()
+    shutil.copy(folder.parent / "rows.jsonl", folder.parent / "other" / "train.jsonl")
+    os.chown(link, 61_184, 61_184, follow_symlinks=False)
+    with pytest.raises(UsageError, match=r"is a link of user 61184 to '.*', which is outside the folder"):
+        read(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a link to another user")
+def test_other_links_are_followed(tmp_path: Path) -> None:
+    """Those of the user, as in the hub's cache, and those of a stranger that stay in the folder."""
+    (tmp_path / "set").mkdir()
+    for name in ("rows.jsonl", "set/train.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "set" / "mine").symlink_to(tmp_path / "rows.jsonl")
+    (tmp_path / "set" / "theirs").symlink_to("train.jsonl")
+    os.chown(tmp_path / "set" / "theirs", 61_184, 61_184, follow_symlinks=False)
+    dataset_folders.require_no_link_of_others(tmp_path / "set", "--data-path set")
