@@ -18,7 +18,7 @@ from megatron_npu.devices import cores
 from megatron_npu.planning.hosts import Hosts
 from megatron_npu.planning.job import Job
 from megatron_npu.process import python_child
-from megatron_npu.sim import launcher
+from megatron_npu.sim import launcher, site
 
 LIMIT = "1M"  # what is larger is not computed
 ENOUGH = "4096G"  # of memory, so that a rank says what it needs and not that it does not fit
@@ -94,6 +94,7 @@ class Ranks:
             return cls(device, launcher.prepare(), per_node)
         from megatron_npu.planning.fake_cuda import library
 
+        site.require_cpu_build("plan --device cuda")
         why = library.unavailable()
         if why is not None:
             raise UsageError(f"--device cuda requires Linux and g++ on PATH: {why}", remedy="Install g++.")

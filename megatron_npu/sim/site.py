@@ -69,9 +69,9 @@ def prepare() -> Path:
         UsageError: torch was built for CUDA; there is no wheel for this torch and Python; it cannot be
             downloaded; or the directory given in the settings contains none, or one for another torch.
     """
-    torch = torch_directory()
-    version = version_of(torch).partition("+")[0]
-    _require_cpu_build(torch, version)
+    version = version_of(torch_directory()).partition("+")[0]
+    if tuple(map(int, version.split(".")[:2])) >= _FIRST_THAT_ABORTS:
+        require_cpu_build("the simulator")
     given = settings.SIM_SITE.get()
     if given:
         site = Path(given).expanduser().absolute()
@@ -81,13 +81,23 @@ def prepare() -> Path:
     return cache.prepared(f"site-{version}-{tag}", lambda directory: _install(directory, version))
 
 
-def _require_cpu_build(torch: Path, version: str) -> None:
-    cuda = _OF_CUDA.search((torch / "version.py").read_text(encoding="utf-8"))
-    if cuda and tuple(map(int, version.split(".")[:2])) >= _FIRST_THAT_ABORTS:
+def require_cpu_build(what: str) -> None:
+    """Check that the installed torch was not built for CUDA.
+
+    Args:
+        what: what cannot run beside such a torch, for the error message.
+
+    Raises:
+        UsageError: it was.
+    """
+    torch = torch_directory()
+    version = version_of(torch)
+    if cuda := _OF_CUDA.search((torch / "version.py").read_text(encoding="utf-8")):
+        plain = version.partition("+")[0]
         raise UsageError(
-            f"the simulator requires the CPU build of torch, but torch {version} in {torch.parent} was built "
-            f"for CUDA {cuda[1]}",
-            remedy=f"In a separate environment: pip install torch=={version} {_CPU_BUILDS}",
+            f"{what} requires the CPU build of torch, but torch {version} in {torch.parent} was built for "
+            f"CUDA {cuda[1]}",
+            remedy=f"In a separate environment: pip install torch=={plain} {_CPU_BUILDS}",
         )
 
 

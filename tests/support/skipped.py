@@ -26,7 +26,7 @@ GROUPS = {
     ),
     "another system or machine": (
         r"Linux|glibc|root|needs (/proc|a pseudo-terminal)|one core|the processor has no|no fake CUDA|"
-        r"is taken|plain copy"
+        r"is taken|plain copy|the CPU build of torch"
     ),
 }
 CASE = "nothing: the case does not arise here"

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_npu.base.errors import UsageError
 from megatron_npu.planning.fake_cuda import library
+from megatron_npu.planning.ranks import Ranks
 from megatron_npu.process import user_cache
 from megatron_npu.sim import cache, site
 
@@ -44,7 +45,15 @@ def test_a_build_for_cuda_is_told_before_torch_npu_aborts(tmp_path: Path, monkey
     (torch / "version.py").write_text(f"__version__ = '2.13.0+cu130'\ncuda: Optional[str] = {cuda!r}\n")
     monkeypatch.setattr(site, "torch_directory", lambda: torch)
     monkeypatch.setenv("MEGATRON_NPU_SIM_SITE", str(tmp_path))
-    told = "requires the CPU build of torch, but torch 2.13.0 .* CUDA 13.0" if cuda else "contains torch_npu"
+    if cuda:
+        with pytest.raises(UsageError, match="plan --device cuda requires the CPU build of torch, but"):
+            Ranks.on("cuda")
+        assert "CUDA 13.0" in (library.unavailable() or "")
+    told = (
+        r"simulator requires the CPU build of torch, but torch 2\.13\.0\+cu130 in .* CUDA 13\.0"
+        if cuda
+        else "contains torch_npu"
+    )
     with pytest.raises(UsageError, match=told):
         site.prepare()
 

@@ -20,6 +20,10 @@ def unavailable() -> str | None:
     """Return the reason why the library cannot be built on this machine, or None if it can be built."""
     if sys.platform != "linux":
         return f"the fake CUDA does not support {sys.platform}"
+    try:
+        site.require_cpu_build("the fake CUDA")  # its hooks and libtorch_cuda's have one name
+    except UsageError as error:
+        return str(error)
     return None if shutil.which("g++") else "there is no g++ on PATH"
 
 
