@@ -290,7 +290,8 @@ def _ended_by(error: Exception, command: str) -> tuple[str, int] | None:
         return None
     if errors.is_of_processes(error):
         return str(errors.no_processes()), 2
-    return (told, 1) if (told := errors.told_of_disk(error)) else None
+    line = errors.told_of_disk(error)
+    return (line, 1) if line else None
 
 
 def _say(text: str, code: int) -> int:
