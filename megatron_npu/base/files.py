@@ -178,7 +178,7 @@ def own_opener(path: str, flags: int) -> int:
         return descriptor
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW)
     try:
-        if os.fstat(link).st_uid not in (os.geteuid(), _ROOT):
+        if is_of_others(os.fstat(link)):
             raise PermissionError(errno.EACCES, "the path is a link that another user has created", path)
         target = os.readlink("", dir_fd=link)  # of this very link, whatever has its name now
     finally:
@@ -187,7 +187,7 @@ def own_opener(path: str, flags: int) -> int:
 
 
 def _require_no_pipe_of_others(status: os.stat_result, path: str) -> None:
-    if stat.S_ISFIFO(status.st_mode) and status.st_uid not in (os.geteuid(), _ROOT):
+    if stat.S_ISFIFO(status.st_mode) and is_of_others(status):
         raise PermissionError(errno.EACCES, "the path is a pipe that another user has created", path)
 
 

@@ -28,7 +28,7 @@ def count(name: str, value: object, where: str = _ARGS, least: int = 1) -> int:
         least: the smallest allowed number.
 
     Raises:
-        UsageError: the value is none, or too small.
+        UsageError: the value is not a whole number, or too small.
     """
     text = f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value).strip()
     if text.isdecimal() and text.isascii() and len(text) < 19 and int(text) >= least:

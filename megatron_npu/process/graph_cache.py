@@ -27,7 +27,7 @@ def claim() -> Path:
     """Make torch store its compiled graphs in a private folder (mode 0700), and return the folder.
 
     A folder that the user named is used if the user owns it. torch's own folder in /tmp, which its import
-    writes into the variable, is ignored. Without a home that is writable and allows to execute files, the
+    writes into the variable, is ignored. Without a home that is writable and not mounted noexec, the
     folder is in the temporary directory and also private.
 
     Raises:

@@ -132,7 +132,7 @@ def unusable(path: Path, error: OSError, remedy: str) -> UsageError:
 
 def _require_own(path: Path, descriptor: int, remedy: str) -> None:
     status = os.fstat(descriptor)
-    if status.st_uid not in (os.geteuid(), _ROOT):
+    if files.is_of_others(status):
         wrong = f"belongs to user {status.st_uid}, not to {os.geteuid()}"
     elif status.st_mode & _BY_OTHERS:
         wrong = f"has mode {stat.S_IMODE(status.st_mode):o}: others may write to it"

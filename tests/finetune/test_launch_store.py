@@ -70,7 +70,7 @@ def test_a_log_level_with_which_torch_crashes_is_refused(monkeypatch) -> None:
         (3, 3, ""),
         (-15, 143, "rank 1 was ended by SIGTERM"),
         (-9, 137, "rank 1 was killed; the machine may have run out of memory"),
-        (-11, 139, "rank 1 was ended by SIGSEGV; it has printed where"),
+        (-11, 139, "rank 1 was ended by SIGSEGV; its stack trace is printed above"),
     ],
 )
 def test_a_rank_that_a_signal_ended_is_named(code, ended, told, capsys) -> None:

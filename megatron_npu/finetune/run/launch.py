@@ -213,6 +213,8 @@ def _exit_code(failed: object) -> int:
     if code == -signal.SIGKILL:
         what = f"rank {first.local_rank} was killed; the machine may have run out of memory"
     elif code in _CRASHES:
-        what += "; it has printed where. Variables such as TORCH_DISTRIBUTED_DEBUG may be the cause."
+        what += (
+            "; its stack trace is printed above. Variables such as TORCH_DISTRIBUTED_DEBUG may be the cause."
+        )
     print(f"megatron-npu train: {what}", file=sys.stderr)
     return 128 - code

@@ -188,9 +188,9 @@ class Task(Declaration):
 
     def _warn_of_unknown_tokens(self, examples: Any) -> None:
         """Warn if most tokens of the first examples are unknown to the tokenizer, or if there are none."""
-        rows = examples[: unknown_tokens.SAMPLES].get("input_ids", [])
-        if self.args.rank != 0 or not rows:
+        if self.args.rank != 0:
             return
+        rows = examples[: unknown_tokens.SAMPLES].get("input_ids", [])
         unknown = getattr(self.tokenizer, "unk_token_id", None)
         if unknown == self.tokenizer.eos_token_id:  # GPT-2's is both, and stands for the end only
             unknown = None
@@ -199,7 +199,9 @@ class Task(Declaration):
         name = f"the tokenizer of {self.args.pretrained_model_name_or_path}"
         name += f" ({type(self.tokenizer).__name__})"
         told = unknown_tokens.warning(tokens.count(unknown), len(tokens), "the training data", name)
-        if told := told if tokens else unknown_tokens.no_words("the training data", name):
+        if rows and not tokens:
+            told = unknown_tokens.no_words("the training data", name)
+        if told:
             print(f"megatron-npu train: {told}", file=sys.stderr, flush=True)
 
     def _one_rank_first(self) -> contextlib.AbstractContextManager[None]:

@@ -131,9 +131,10 @@ def _of_iteration(root: str | Path, step: int) -> Path:
 
 def iterations(root: str | Path) -> list[int]:
     """Return the iterations of the checkpoints under ``root`` in ascending order."""
-    names = (path.name.removeprefix("iter_") for path in Path(root).glob("iter_*") if path.is_dir())
-    # not a folder such as iter_00000005, which nothing finds by its number
-    return sorted(int(name) for name in names if name.isdecimal() and f"{int(name):07d}" == name)
+    names = {path.name for path in Path(root).glob("iter_*") if path.is_dir()}
+    steps = {int(number) for name in names if (number := name.removeprefix("iter_")).isdecimal()}
+    # not those of folders such as iter_00000005, which nothing finds by its number
+    return sorted(step for step in steps if directory(root, step).name in names)
 
 
 def relocated(root: str | Path, path: str | None) -> str | None:

@@ -26,7 +26,7 @@ from megatron_npu.pretrain.run import host_memory, initialize, layout
 
 _ANOTHER = (
     f"Write the iteration of an undamaged checkpoint to {checkpoint_files.TRACKER}; "
-    "`megatron-npu checkpoint verify` compares all of them."
+    "`megatron-npu checkpoint verify` checks all of them."
 )
 
 
